@@ -1,0 +1,44 @@
+"""fluxlike: tensor-parallel communication hidden under matrix products, in Triton, over a symmetric heap.
+
+Importing it touches no GPU, no environment and no hook of another library; the names load on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "init": "runtime.world",
+    "finalize": "runtime.world",
+    "is_initialized": "runtime.world",
+    "PeerTimeout": "runtime.errors",
+    "create_gemm_rs_context": "ops.gemm_rs",
+    "gemm_rs": "ops.gemm_rs",
+    "create_ag_gemm_context": "ops.ag_gemm",
+    "ag_gemm": "ops.ag_gemm",
+    "reference": "ops",
+}
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from .ops import reference
+    from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
+    from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
+    from .runtime.errors import PeerTimeout
+    from .runtime.world import finalize, init, is_initialized
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fluxlike' has no attribute {name!r}")
+    if name == "reference":
+        return import_module(".ops.reference", __name__)
+    value = getattr(import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,29 @@
+"""`python -m fluxlike TOOL …`: the tools, each imported only when it is asked for."""
+
+import argparse
+import importlib
+import sys
+
+# tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
+TOOLS = {
+    "doctor": "what this machine has, what fluxlike would use, and what to mend",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    width = max(map(len, TOOLS))
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxlike",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="tools:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TOOLS.items()),
+    )
+    parser.add_argument(
+        "tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more"
+    )
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the tool's own arguments")
+    asked = parser.parse_args(argv)
+    return importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What runs on the device: Triton only, no torch.distributed, no allocation, no host state."""

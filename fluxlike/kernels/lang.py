@@ -1,0 +1,83 @@
+"""The few words that stock Triton lacks, each with a GPU and an interpreter meaning.
+
+Kernels are plain ``@triton.jit`` functions, compiled for a GPU or walked by Triton's interpreter on a CPU.
+Where the two must differ, the branch is taken at compile time with ``if is_interp():``. A builtin gets
+``_semantic`` from the compiler and nothing from the interpreter, which is how it knows where it is.
+"""
+
+import triton
+import triton.language as tl
+
+#: Called by a spinning wait under the interpreter; ops installs it (`set_spin_hook`), kernels only call it.
+_spin_hook = None
+
+
+def set_spin_hook(hook) -> None:
+    """Install ``hook(address, want, seen, what, peer, ctl, spins)``, which yields, sleeps or raises."""
+    global _spin_hook
+    _spin_hook = hook
+
+
+def is_interp(_semantic=None):
+    """constexpr: True under the interpreter, False when compiled."""
+    return tl.constexpr(_semantic is None)
+
+
+def spin(signal, want, seen, what, peer, ctl, spins, _semantic=None):
+    """One turn of a failed wait under the interpreter. Never reached when compiled."""
+
+    def number(value):
+        if isinstance(value, tl.tensor):
+            return int(value.handle.data.reshape(-1).max())
+        return int(getattr(value, "value", value))
+
+    if _spin_hook is not None:
+        addresses = signal.handle.data.reshape(-1)
+        _spin_hook([int(a) for a in addresses], number(want), number(seen), number(what), number(peer), number(ctl), number(spins))
+
+
+for _builtin in (is_interp, spin):
+    _builtin.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def globaltimer():
+    """Nanoseconds of the GPU's wall clock. GPU only."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def cta_barrier():
+    """Barrier of the program's threads, as inline assembly.
+
+    ``tl.debug_barrier()`` in a flattened persistent loop silently turns off software pipelining (seen in Triton 3.6 to
+    3.9: three stages become one); the same instruction inside inline assembly does not.
+    """
+    if not is_interp():
+        tl.inline_asm_elementwise("bar.sync 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def drain_stores(TMA: tl.constexpr):
+    """Every earlier store of this program is complete in memory, and all its threads know it.
+
+    A TMA store that Triton emits has been waited for only with ``wait_group.read`` (its shared memory may be reused,
+    nothing is said of the destination), so a signal after it needs ``wait_group 0`` by the issuing thread first. The
+    barrier then covers the plain stores of the other threads: a release by one thread orders what the barrier ordered.
+    """
+    if not is_interp():
+        if TMA:
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0; mov.u32 $0, 0;",
+                "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            cta_barrier()
+
+
+@triton.jit
+def tma_acquire(TMA: tl.constexpr):
+    """Order TMA loads (async proxy) after an acquire (generic proxy) of data that a peer or the copy engine wrote."""
+    if not is_interp():
+        if TMA:
+            tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

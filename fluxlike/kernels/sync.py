@@ -1,0 +1,163 @@
+"""Signals between ranks: the control block, the wait, the credits, the end of a call.
+
+Every context owns, on each rank, a *control block* (local memory, int64 words) and a *signal head* at the start of its
+block of the symmetric heap. Signals only grow, so no call needs a reset, a memset or a barrier, and a CUDA graph may
+replay calls: the call number (*epoch*) lives in the control block and the kernel itself advances it.
+
+Control block, words (see `ops.context` for who fills it)::
+
+    EPOCH       calls finished by this rank; a running call has number EPOCH + 1
+    LAST_USE+p  the call that last used slot set p (0 or 1), 0 for never
+    ARRIVED     programs of the running call that are done
+    FAILED      1 once a wait of this rank has run out; later waits then return at once
+    TIMEOUT     nanoseconds that a wait may last
+    REPORT      address of the failure record (host memory that the device can write)
+    SCRATCH     a word that may be signalled in vain (the first deferred signal of a program goes there)
+    BASES+i     address, as mapped on this rank, of rank i's block of the symmetric heap
+
+Signal head of the symmetric block, int64 words: word 0 is the abort word (1 + the rank that gave up first), word
+``CONSUMED + s`` is the last call whose data rank s has finished reading out of *its* slots: the *credit* that allows this
+rank to write into the slot set that call used.
+
+Memory order, each edge once:
+
+* ``publish`` (release, system scope) in the writer pairs with ``wait`` (acquire, system scope) in the reader of the slot.
+* ``finish``: every program's reads happen before its arrival (acq_rel, GPU scope); the last arrival happens before the
+  credits (release, system scope), which pair with ``wait_credits`` (acquire, system scope) in the next writer.
+* a wait that runs out writes the failure record, then the abort words; nothing is ordered by them.
+"""
+
+import triton
+import triton.language as tl
+
+from .lang import cta_barrier, drain_stores, globaltimer, is_interp, spin
+
+EPOCH = tl.constexpr(0)
+LAST_USE = tl.constexpr(1)
+ARRIVED = tl.constexpr(3)
+FAILED = tl.constexpr(4)
+TIMEOUT = tl.constexpr(5)
+REPORT = tl.constexpr(6)
+SCRATCH = tl.constexpr(7)
+BASES = tl.constexpr(8)
+
+ABORT = tl.constexpr(0)
+CONSUMED = tl.constexpr(1)
+
+# What a wait was waiting for, as it stands in the failure record; `ops.context` has the words for people.
+WAIT_CREDIT = tl.constexpr(1)
+WAIT_PARTIAL = tl.constexpr(2)
+WAIT_SHARD = tl.constexpr(3)
+
+
+@triton.jit
+def peer_address(pointer, ctl, rank, peer):
+    """The address on ``peer`` of the symmetric object at ``pointer`` on this rank (same offset in the context's block).
+
+    The hint of 16 bytes holds because every region starts at 256; without it stores fall apart into two-byte ones.
+    """
+    shift = tl.load(ctl + BASES + peer) - tl.load(ctl + BASES + rank)
+    moved = (pointer.to(tl.int64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
+    return tl.multiple_of(moved, 16)
+
+
+@triton.jit
+def head_of(ctl, peer):
+    """Pointer to the signal head of ``peer`` as mapped here."""
+    return tl.load(ctl + BASES + peer).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _give_up(ctl, rank, what, peer, want, seen, R: tl.constexpr):
+    """Record the first failure of this rank for the host and tell every peer. GPU only."""
+    if tl.atomic_xchg(ctl + FAILED, 1, sem="relaxed", scope="gpu") == 0:
+        record = tl.load(ctl + REPORT).to(tl.pointer_type(tl.int64))
+        abort = tl.load(head_of(ctl, rank) + ABORT, volatile=True)
+        tl.store(record + 1, what)
+        tl.store(record + 2, peer)
+        tl.store(record + 3, want)
+        tl.store(record + 4, seen)
+        tl.store(record + 5, tl.load(ctl + EPOCH) + 1)
+        tl.store(record + 6, abort)
+        tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        tl.store(record, 1)
+        if abort == 0:
+            for other in range(R):
+                tl.atomic_xchg(head_of(ctl, other) + ABORT, (rank + 1).to(tl.int64), sem="relaxed", scope="sys")
+
+
+@triton.jit
+def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
+    """Spin until ``*signal >= want``; acquire at system scope. ``want = 0`` never waits.
+
+    Bounded: after TIMEOUT, or at once when this or another rank has given up, the failure is recorded and the kernel runs
+    on with whatever data is there; the host raises. Written as a loop without a branch around it, because an ``if`` in front
+    of the spin costs the pipelined loop about one per cent.
+    """
+    want = (want + tl.zeros((), tl.int64)).to(tl.int64)
+    seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
+    if is_interp():
+        turns = 0
+        while seen < want:
+            spin(signal, want, seen, what, peer, ctl, turns)
+            turns += 1
+            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
+    else:
+        since = tl.zeros((), tl.int64)
+        while seen < want:
+            now = globaltimer()
+            since = tl.where(since == 0, now, since)
+            aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
+            failed = tl.load(ctl + FAILED, volatile=True) != 0
+            late = aborted | failed | (now - since > tl.load(ctl + TIMEOUT))
+            if late:
+                _give_up(ctl, rank, what, peer, want, seen, R)
+            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
+            want = tl.where(late, tl.minimum(seen, want), want)
+
+
+@triton.jit
+def wait_credits(ctl, slot, rank, R: tl.constexpr):
+    """Wait until every peer has read what this rank's call LAST_USE[slot] wrote to it: slot set ``slot`` is then free there.
+
+    With two slot sets in turn this asks for the call before the last, which peers have almost always finished.
+    """
+    last = tl.load(ctl + LAST_USE + slot)
+    head = head_of(ctl, rank)
+    for step in tl.static_range(1, R):
+        peer = (rank + step) % R
+        wait(head + CONSUMED + peer, last, ctl, rank, WAIT_CREDIT, peer, R)
+
+
+@triton.jit
+def publish_add(counter, TMA: tl.constexpr):
+    """Release: what this program stored so far is complete, then ``*counter += 1``."""
+    drain_stores(TMA)
+    tl.atomic_add(counter, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def publish_set(signal, value, TMA: tl.constexpr):
+    """Release: what this program stored so far is complete, then ``*signal = value``."""
+    drain_stores(TMA)
+    tl.atomic_xchg(signal, value, sem="release", scope="sys")
+
+
+@triton.jit
+def is_last_program(ctl):
+    """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
+    cta_barrier()
+    arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    return arrived == tl.num_programs(0) - 1
+
+
+@triton.jit
+def finish(ctl, slot, rank, epoch, R: tl.constexpr):
+    """Close call ``epoch`` of this rank: by the last program only, after its last read. Gives the credits to the peers."""
+    tl.store(ctl + ARRIVED, 0)
+    tl.store(ctl + LAST_USE + slot, epoch)
+    tl.store(ctl + EPOCH, epoch)
+    cta_barrier()
+    for step in tl.static_range(1, R):
+        peer = (rank + step) % R
+        tl.atomic_xchg(head_of(ctl, peer) + CONSUMED + rank, epoch, sem="release", scope="sys")

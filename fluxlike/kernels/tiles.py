@@ -1,0 +1,92 @@
+"""The tile orders: which program computes which tile of C, when. Device functions and their Python mirrors.
+
+The rows of the whole problem are split over ranks as ``torch.chunk`` splits them: ``chunk_rows = cdiv(M, R)`` rows a rank,
+the last ranks may hold fewer or none (`rows_of`). A *unit* is what is sent and signalled on its own: one of the ``S``
+sub-chunks of a chunk, ``unit_tiles_m`` rows of tiles high. Tiles are numbered unit by unit, and inside a unit in groups of
+``GROUP_M`` rows of tiles, so that neighbours share rows of A and columns of W in the L2 cache.
+
+All chunks are given the same number of tiles. Where the last chunks are short this computes at most R - 1 rows too many,
+masked, and in return every rank and every signal can be counted without looking at M.
+
+Unit orders of the ranks' chunks, r this rank:
+
+* GEMM+ReduceScatter: r+1, r+2, …, r-1 (`remote_unit`), own chunk last: what is sent is computed first, and at any time every
+  rank sends to a different owner.
+* AllGather+GEMM: own shard first, then r+1, r+2, …, r-1: the order in which shards arrive when every owner s sends to
+  s-1, s-2, …
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row, column) of tile number ``tile`` among ``tiles_m × tiles_n``, in groups of GROUP_M rows."""
+    per_group = GROUP_M * tiles_n
+    first = (tile // per_group) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + (tile % per_group) % height, (tile % per_group) // height
+
+
+@triton.jit
+def remote_tile(tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr):
+    """Tile number ``tile`` of the other ranks' chunks: (owner, row of tiles in its chunk, column of tiles, unit).
+
+    ``unit`` numbers the (owner, sub-chunk) pairs in the order in which they are computed, from 0 to (R - 1)·S - 1.
+    """
+    per_unit = unit_tiles_m * tiles_n
+    unit = tile // per_unit
+    row, column = grouped(tile % per_unit, unit_tiles_m, tiles_n, GROUP_M)
+    owner = (rank + 1 + unit // S) % R
+    return owner, (unit % S) * unit_tiles_m + row, column, unit
+
+
+@triton.jit
+def own_tile(tile, unit_tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number ``tile`` of the own chunk: (row of tiles, column of tiles, sub-chunk)."""
+    per_unit = unit_tiles_m * tiles_n
+    unit = tile // per_unit
+    row, column = grouped(tile % per_unit, unit_tiles_m, tiles_n, GROUP_M)
+    return unit * unit_tiles_m + row, column, unit
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def chunk_rows(m: int, ranks: int) -> int:
+    """Rows of a full chunk: ``cdiv(m, ranks)``, as torch.chunk and DTensor's Shard(0) have it."""
+    return cdiv(m, ranks)
+
+
+def rows_of(m: int, ranks: int, rank: int) -> int:
+    """Rows that ``rank`` holds of ``m``; the last ranks may hold fewer or none."""
+    full = chunk_rows(m, ranks)
+    return max(0, min(full, m - rank * full))
+
+
+def py_grouped(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int]:
+    """Mirror of `grouped`."""
+    per_group = group_m * tiles_n
+    first = (tile // per_group) * group_m
+    height = min(tiles_m - first, group_m)
+    return first + (tile % per_group) % height, (tile % per_group) // height
+
+
+def py_remote_tile(
+    tile: int, rank: int, unit_tiles_m: int, tiles_n: int, ranks: int, subs: int, group_m: int
+) -> tuple[int, int, int, int]:
+    """Mirror of `remote_tile`."""
+    per_unit = unit_tiles_m * tiles_n
+    unit = tile // per_unit
+    row, column = py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group_m)
+    return (rank + 1 + unit // subs) % ranks, (unit % subs) * unit_tiles_m + row, column, unit
+
+
+def py_own_tile(tile: int, unit_tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int, int]:
+    """Mirror of `own_tile`."""
+    per_unit = unit_tiles_m * tiles_n
+    unit = tile // per_unit
+    row, column = py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group_m)
+    return unit * unit_tiles_m + row, column, unit

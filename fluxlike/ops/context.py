@@ -1,0 +1,266 @@
+"""What the contexts of all operations share: their memory, their signals, how a failed wait becomes an error, closing.
+
+A context belongs to a torch group. Making and closing it is collective over the group; calls on it are collective too but
+meet only through signals in memory (`kernels.sync`), never through the host.
+"""
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels import lang, sync
+from ..runtime import env, interpreter, shm, world
+from ..runtime.control import ControlGroup
+from ..runtime.errors import PeerTimeout
+from . import tiling
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCHEDULES = ("auto", "copy_engine", "in_kernel")
+REGION_ALIGN = 256
+REPORT_WORDS = 8
+
+_WHAT = {
+    sync.WAIT_CREDIT.value: "the credit that its slots may be written again",
+    sync.WAIT_PARTIAL.value: "its partial sums",
+    sync.WAIT_SHARD.value: "its shard",
+}
+
+
+def check_arguments(op: str, sizes: dict[str, int | None], dtype: Any, schedule: str) -> Exception | None:
+    """The error in the arguments of a context's creation, if any; raised by all ranks together."""
+    for name, value in sizes.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            return ValueError(f"{op}: {name}={value!r} is not a whole number above 0")
+    if dtype not in DTYPES:
+        return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
+    if schedule not in SCHEDULES:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+    return None
+
+
+class Context:
+    """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
+
+    Attributes for people and tests: ``last_path`` (transport and loads of the last call, as "copy_engine/tma"), ``stats``
+    (calls, kernel launches, copies queued), ``group_ranks``, ``rank``, ``size``.
+    """
+
+    def __init__(
+        self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int
+    ) -> None:
+        """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets."""
+        self.op, self.dtype, self.schedule = op, dtype, schedule
+        self.world = world.current()
+        self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
+        self.device, executor = self.world.device, self.world.executor
+        self.stats = {"calls": 0, "launches": 0, "copies": 0}
+        self.last_path = ""
+        self.closed = False
+        self._error: Exception | None = None
+        self._stream: Any = None
+        self._set = 0
+        ranks = self.size
+        self.max_flags = flags
+        self.set_elements = tiling.round_up(data, 128)
+        itemsize = dtype.itemsize
+        sizes = {
+            "head": 8 * (1 + ranks),
+            "full": 4 * 2 * ranks * tiling.MAX_SUBS,
+            "flags": 8 * ranks * flags,
+            "data": 2 * self.set_elements * itemsize,
+        }
+        self.offsets: dict[str, int] = {}
+        total = 0
+        for name, nbytes in sizes.items():
+            self.offsets[name] = total
+            total += tiling.round_up(nbytes, REGION_ALIGN)
+        self.block = self.world.heap.allocate(total, control, self.world.indices(control))
+        signals = self.block.local[: self.offsets["data"]]
+        signals.zero_()
+
+        def region(name: str, dtype: torch.dtype) -> torch.Tensor:
+            start = self.offsets[name]
+            return self.block.local[start : start + sizes[name]].view(dtype)
+
+        self.head, self.full = region("head", torch.int64), region("full", torch.int32)
+        self.flags, self.data = region("flags", torch.int64), region("data", dtype)
+        self.report = executor.report(REPORT_WORDS)
+        words = [0] * sync.BASES.value
+        words[sync.TIMEOUT.value] = int(env.timeout_s() * 1e9)
+        words[sync.REPORT.value] = self.report.data_ptr()
+        self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
+        self.ready = torch.zeros(ranks * tiling.MAX_SUBS, dtype=torch.int32, device=self.device)
+        self.engine = executor.copy_engine()
+        executor.synchronize()
+        _by_ctl[self.ctl.data_ptr()] = self
+        self.world.contexts.append(self)
+        control.barrier(f"{op}: context creation")
+
+    # -- a call ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, transport: str, tile: tiling.Tiling) -> int:
+        """Start a call: raise what is known to have failed, order it behind the last one, choose the slot set."""
+        self.raise_if_failed()
+        self._stream = self.world.executor.on_same_stream(self._stream)
+        self.stats["calls"] += 1
+        self.last_path = f"{transport}/{'tma' if tile.tma else 'pointer'}"
+        self._set ^= 1
+        return self._set
+
+    def launch(self, kernel: Any, tiles: int, args: tuple, constants: dict, tile: tiling.Tiling) -> None:
+        """One persistent launch: a program a multiprocessor, or fewer where there are fewer tiles."""
+        programs = max(1, min(self.world.executor.programs, tiles))
+        self.stats["launches"] += 1
+        try:
+            self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
+        except PeerTimeout as error:
+            self._error = error
+            raise
+
+    def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
+        """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""
+        self.engine.copy(to, pitch_to, source, pitch_source, width, rows)
+        self.engine.write(flag, 1)
+        self.stats["copies"] += 1
+
+    def peer_data(self, peer: int, element: int) -> int:
+        """Address of element ``element`` of ``peer``'s data region, as mapped here."""
+        return self.block.addresses[peer] + self.offsets["data"] + element * self.dtype.itemsize
+
+    def peer_full(self, peer: int, index: int) -> int:
+        return self.block.addresses[peer] + self.offsets["full"] + 4 * index
+
+    def choose(self, wire_bytes: int) -> str:
+        """The transport of a call whose copies carry ``wire_bytes`` each."""
+        if self.schedule != "auto":
+            return self.schedule
+        return "copy_engine" if wire_bytes >= AUTO_COPY_BYTES else "in_kernel"
+
+    # -- failure --------------------------------------------------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        """Raise what is known now, without waiting for the device."""
+        if self.closed:
+            raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
+        if self._error is None and int(self.report[0]) != 0:
+            self._error = PeerTimeout(self._describe(*(int(word) for word in self.report[1:7])))
+        if self._error is not None:
+            raise self._error
+
+    def check(self) -> None:
+        """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out."""
+        self.world.executor.synchronize()
+        self.raise_if_failed()
+
+    def _describe(self, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> str:
+        me = self.group_ranks[self.rank]
+        if abort and abort - 1 != self.rank:
+            other = self.group_ranks[abort - 1]
+            return (
+                f"{self.op}: rank {me} stopped waiting for rank {self.group_ranks[peer]} ({_WHAT[what]}, call {call}) because rank "
+                f"{other} gave up first; the message of rank {other} names the cause. Close the context and make a new one"
+            )
+        return (
+            f"{self.op}: rank {me} waited {env.timeout_s():g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
+            f"(expected {want}, saw {seen}). Check that rank {self.group_ranks[peer]} is alive and makes the same calls in the same "
+            "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+        )
+
+    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> PeerTimeout:
+        """CPU heap: the error of a wait that ran out, after telling every peer."""
+        abort = int(self.head[sync.ABORT.value])
+        if abort == 0:
+            for address in self.block.addresses:
+                shm.words(address, 1)[sync.ABORT.value] = self.rank + 1
+        message = self._describe(what, peer, want, seen, int(self.ctl[sync.EPOCH.value]) + 1, abort)
+        return PeerTimeout(f"{cause}{message}")
+
+    # -- closing --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give the memory back; collective over the group, and harmless when called again.
+
+        Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
+        the missing rank may still write to) and goes on.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        self.world.executor.synchronize()
+        _by_ctl.pop(self.ctl.data_ptr(), None)
+        if self in self.world.contexts:
+            self.world.contexts.remove(self)
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+        try:
+            self.control.barrier(f"{self.op}: closing a context")
+        except PeerTimeout as error:
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], error)
+            return
+        self.world.heap.free(self.block)
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+#: Copies of at least so many bytes go to the copy engine under schedule="auto".
+AUTO_COPY_BYTES = 4 << 20
+
+_by_ctl: dict[int, Context] = {}
+_waits: dict[int, tuple[float, int]] = {}
+
+
+def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
+    """One turn of a failed wait on the CPU heap: let others run, and end the wait when it cannot be met."""
+    import threading
+
+    context = _by_ctl[ctl]
+    me = threading.get_ident()
+    if turn == 0:
+        _waits[me] = (time.monotonic(), turn)
+    interpreter.yield_program()
+    if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
+        raise context.give_up(what, peer, want, seen)
+    if turn % 64 == 63:
+        dead = [rank for rank in context.world.heap.dead_ranks() if rank in context.world.indices(context.control)]
+        if dead:
+            names = ", ".join(str(context.world.control.ranks[rank]) for rank in dead)
+            raise context.give_up(what, peer, want, seen, f"rank(s) {names} died. ")
+    if time.monotonic() - _waits[me][0] > env.timeout_s():
+        raise context.give_up(what, peer, want, seen)
+
+
+lang.set_spin_hook(_on_spin)
+
+
+def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
+    return world.current().control_of(group)
+
+
+def kept(kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None) -> Any:
+    """The context that a call without one uses: one for each (kind, group, dtype), made or grown collectively.
+
+    Sizes are rounded up to a power of two, so that a model with changing lengths settles quickly. Growing synchronises with the
+    other ranks and allocates, which a graph capture cannot: RuntimeError with the remedy.
+    """
+    this = world.current()
+    key = (kind, control.name, dtype)
+    context = this.cached.get(key)
+    if context is not None and not context.closed and all(getattr(context, name) >= size for name, size in sizes.items()):
+        return context
+    if this.executor.is_capturing():
+        raise RuntimeError(
+            f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
+            "pass a context of fluxlike.create_…_context"
+        )
+    wanted = {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
+    if context is not None and not context.closed:
+        wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
+        context.close()
+    this.cached[key] = context = kind(**wanted, dtype=dtype, group=group, schedule="auto")
+    return context

@@ -1,0 +1,168 @@
+"""GEMM + ReduceScatter: y = reduce_scatter(x · weightᵀ) with the communication hidden under the product.
+
+Read with `kernels/gemm_rs.py`, which holds the protocol.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..kernels.gemm_rs import gemm_rs_kernel
+from ..kernels.tiles import cdiv, chunk_rows, rows_of
+from . import tiling, validate
+from .context import Context, check_arguments, kept, resolve
+
+
+class GemmRSContext(Context):
+    """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
+
+    def __init__(
+        self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, k: int | None = None
+    ) -> None:
+        control = resolve(group)
+        error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": k}, dtype, schedule)
+        control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
+        self.max_m, self.n = max_m, n
+        rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
+        flags = cdiv(rows, tiling.MIN_TILE) * cdiv(n, tiling.MIN_TILE)
+        super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
+        self.local = torch.empty(
+            self.set_elements if schedule != "in_kernel" and control.size > 1 else 16, dtype=dtype, device=self.device
+        )
+
+
+def create_gemm_rs_context(
+    max_m: int,
+    n: int,
+    k: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    group: dist.ProcessGroup | None = None,
+    schedule: str = "auto",
+) -> GemmRSContext:
+    """Memory and signals for `gemm_rs`. Collective over ``group``: every rank passes the same arguments.
+
+    Args:
+        max_m: most rows of x in a call. n: most columns of the result. k: not needed; K may differ from call to call.
+        dtype: torch.bfloat16, torch.float16 or torch.float32, of x, weight and the result.
+        group: the tensor-parallel group; the one given to init if None.
+        schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
+            kernel's own stores to the peer), or "auto" (copy engine from 4 MiB a chunk on).
+
+    Raises:
+        ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
+    """
+    return GemmRSContext(max_m, n, dtype, group, schedule, k)
+
+
+def gemm_rs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: GemmRSContext | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """This rank's rows of Σ_ranks x · weightᵀ (+ bias), as ``reduce_scatter(x @ weight.T)`` would give them.
+
+    Args:
+        x: [M, K / R], rows contiguous (stride 1 along K). weight: [N, K / R], row-major or the transposed view of a row-major
+            [K / R, N]. Same dtype as the context. K / R may differ from rank to rank.
+        ctx: a context of `create_gemm_rs_context`; None keeps one for each (group, dtype) that grows collectively.
+        bias: [N], added once. group: the tensor-parallel group when ctx is None. out: [rows, N], row-major, to write into.
+
+    Returns:
+        [rows, N]: the rows of this rank as torch.chunk splits M; a new tensor unless ``out`` is given.
+
+    Numerics: products and the sum over ranks in fp32, the sum in a fixed order (own rank, then r+1, r+2, …); partial sums of
+    the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit. RuntimeError: no init, closed context.
+        PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
+    """
+    validate.operands("gemm_rs", x, weight, bias)
+    m, n = x.shape[0], weight.shape[0]
+    if ctx is None:
+        ctx = kept(GemmRSContext, resolve(group), x.dtype, {"max_m": m, "n": n}, group)
+    validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+    rows = rows_of(m, ctx.size, ctx.rank)
+    y = validate.output("gemm_rs", out, (rows, n), x)
+    if m == 0 or n == 0:
+        return y
+    if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
+        x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
+    _run(ctx, x, weight, bias, y)
+    return y
+
+
+def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
+    full, rows = chunk_rows(m, ranks), y.shape[0]
+    aligned = tiling.is_tma_aligned(x) and tiling.is_tma_aligned(weight)
+    tile = tiling.choose(ctx.world.executor.capability, x.dtype, full, n, aligned)
+    ld = tiling.round_up(n, 16)
+    transport = ctx.choose(full * ld * x.element_size())
+    subs = 1
+    unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
+    pitch = unit_tiles_m * subs * tile.bm
+    slot = ctx.begin(transport, tile)
+    kn = not validate.is_row_major(weight)
+    half = [tile.bm, tile.bn // 2]
+    operands: list[Any] = [x, weight]
+    local: Any = ctx.local
+    stage: Any = ctx.data
+    result: Any = y
+    if tile.tma:
+        stored = weight.T if kn else weight
+        operands = [
+            TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.bm, tile.bk]),
+            TensorDescriptor(stored, list(stored.shape), [stored.stride(0), 1], [tile.bk, tile.bn] if kn else [tile.bn, tile.bk]),
+        ]
+        stage = TensorDescriptor(ctx.data, [2, ranks * pitch, ld], [ctx.set_elements, ld, 1], [1, *half])
+        if transport == "copy_engine":
+            local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
+    tma_out = tile.tma and tiling.is_tma_aligned(y)
+    if tma_out:
+        result = TensorDescriptor(y, [rows, n], [n, 1], half)
+    args = (
+        *operands, ctx.ctl if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        m, n, k, x.stride(0), weight.stride(1) if kn else weight.stride(0), ld, ctx.set_elements, ctx.max_flags,
+        full, rows, pitch, rank, slot,
+    )  # fmt: skip
+    constants = dict(
+        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
+        TMA=tile.tma, TMA_OUT=tma_out, W_IS_KN=kn, HAS_BIAS=bias is not None,
+    )  # fmt: skip
+    unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
+
+    def launch() -> None:
+        ctx.launch(gemm_rs_kernel, unit_tiles * subs * ranks, args, constants, tile)
+
+    if transport == "copy_engine" and ranks > 1:
+        ctx.world.executor.overlapped(
+            ctx.engine, launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot)
+        )
+    else:
+        launch()
+
+
+def _queue_copies(
+    ctx: GemmRSContext, m: int, full: int, pitch: int, ld: int, subs: int, unit_rows: int, unit_tiles: int, slot: int
+) -> None:
+    """A unit at a time, in the order in which the kernel computes them: wait for its tiles, copy, signal its owner."""
+    itemsize = ctx.dtype.itemsize
+    for unit in range((ctx.size - 1) * subs):
+        owner, sub = (ctx.rank + 1 + unit // subs) % ctx.size, unit % subs
+        counter = ctx.ready.data_ptr() + 4 * unit
+        ctx.engine.wait(counter, unit_tiles)
+        ctx.engine.write(counter, 0)
+        rows = min(unit_rows, rows_of(m, ctx.size, owner) - sub * unit_rows)
+        if rows > 0:
+            ctx.copy(
+                ctx.peer_data(owner, slot * ctx.set_elements + (ctx.rank * pitch + sub * unit_rows) * ld), ld * itemsize,
+                ctx.local.data_ptr() + (owner * pitch + sub * unit_rows) * ld * itemsize, ld * itemsize,
+                ld * itemsize, rows, ctx.peer_full(owner, (slot * ctx.size + ctx.rank) * subs + sub),
+            )  # fmt: skip

@@ -1,0 +1,72 @@
+"""The operations in plain torch.distributed, with the signatures and errors of the fast ones: for tests, and to read.
+
+They use the host freely and hide nothing. Sums over ranks are made in fp32, so they are also a little more exact than
+``torch.matmul`` + ``reduce_scatter_tensor`` in a 16-bit dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.tiles import rows_of
+from . import validate
+from .context import resolve
+
+
+def gemm_rs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: Any = None,
+    *,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fluxlike.gemm_rs` by one fp32 product, one fp32 all-reduce and a slice."""
+    validate.operands("gemm_rs", x, weight, bias)
+    group = group or (ctx.group if ctx is not None else None)
+    control = resolve(group)
+    m, n = x.shape[0], weight.shape[0]
+    rows = rows_of(m, control.size, control.rank)
+    y = validate.output("gemm_rs", out, (rows, n), x)
+    total = x.float() @ weight.float().T
+    dist.all_reduce(total, group=group)
+    start = control.rank * -(-m // control.size)
+    mine = total[start : start + rows]
+    y.copy_(mine if bias is None else mine + bias.float())
+    return y
+
+
+def ag_gemm(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    ctx: Any = None,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    return_gathered: bool = False,
+    m: int | None = None,
+) -> Any:
+    """`fluxlike.ag_gemm` by one all-gather of shards padded to equal size and one product a weight."""
+    several = validate.is_tensor_list(weight)
+    weights: list[torch.Tensor] = list(weight) if several else [weight]  # type: ignore[list-item]
+    biases: list[torch.Tensor | None] = list(bias) if validate.is_tensor_list(bias) else [bias] * len(weights)  # type: ignore
+    for w, b in zip(weights, biases, strict=True):
+        validate.operands("ag_gemm", x_shard, w, b)
+    group = group or (ctx.group if ctx is not None else None)
+    control = resolve(group)
+    m = x_shard.shape[0] * control.size if m is None else m
+    full = -(-m // control.size)
+    padded = x_shard.new_zeros(full, x_shard.shape[1])
+    padded[: x_shard.shape[0]] = x_shard
+    parts = [torch.empty_like(padded) for _ in range(control.size)]
+    dist.all_gather(parts, padded, group=group)
+    gathered = torch.cat(parts)[:m]
+    results = []
+    for w, b in zip(weights, biases, strict=True):
+        z = gathered.float() @ w.float().T
+        results.append((z if b is None else z + b.float()).to(x_shard.dtype))
+    z = results if several else results[0]
+    return (z, gathered) if return_gathered else z

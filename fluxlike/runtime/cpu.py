@@ -1,0 +1,132 @@
+"""Launches and copies on a CPU: the interpreter for kernels, a thread for the copy engine."""
+
+import ctypes
+import queue
+import threading
+import time
+from typing import Any, Callable
+
+import torch
+
+from . import env, interpreter, shm
+from .control import ControlGroup
+from .heap import Segment
+
+
+class CpuCopyEngine:
+    """The copy engine of a machine without one: a thread that does waits, writes and copies in the order queued.
+
+    A launch returns when the kernel is done, so the copies must be queued before it: the kernel waits for what the peers'
+    copy engines bring while this thread serves theirs.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._cancelled = threading.Event()
+        self._idle = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="fluxlike-copy-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if not self._cancelled.is_set():
+                try:
+                    job()
+                except BaseException as error:  # handed to the caller by join
+                    self._error = error
+                    self._cancelled.set()
+
+    def fork(self) -> None:
+        """Launches are synchronous: what came before is done."""
+
+    def join(self) -> None:
+        """Wait until all that was queued is done. Its waits end with this rank's kernel or with cancel."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        while not done.wait(0.05):
+            if self._cancelled.is_set():
+                break
+        if self._error is not None:
+            raise RuntimeError("the copy engine thread failed") from self._error
+
+    def cancel(self) -> None:
+        """Give up what is queued: the kernel that would satisfy its waits has failed."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        self._cancelled.set()
+        self._jobs.put(None)
+        self._thread.join(5)
+
+    def wait(self, address: int, value: int) -> None:
+        def job() -> None:
+            word = shm.words(address, 1, "int32")
+            pause = 5e-5
+            while word[0] < value and not self._cancelled.is_set():
+                time.sleep(pause)
+                pause = min(pause * 1.5, 1e-3)
+
+        self._jobs.put(job)
+
+    def write(self, address: int, value: int) -> None:
+        def job() -> None:
+            shm.words(address, 1, "int32")[0] = value
+
+        self._jobs.put(job)
+
+    def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
+        def job() -> None:
+            for row in range(rows):
+                ctypes.memmove(to + row * pitch_to, source + row * pitch_source, width)
+
+        self._jobs.put(job)
+
+
+class CpuExecutor:
+    """One process of a machine without GPUs."""
+
+    name = "shm"
+    default_heap_bytes = shm.DEFAULT_BYTES
+    capability = (0, 0)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.programs = env.cpu_programs()
+
+    def start(self, control: ControlGroup) -> None:
+        control.agree("starting the shared-memory heap", None)
+
+    def stop(self) -> None:
+        """Nothing to stop: segments are anonymous memory."""
+
+    def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
+        return shm.ShmSegment(nbytes, control)
+
+    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
+        interpreter.run(kernel, (programs,), *args, **constants)
+
+    def copy_engine(self) -> CpuCopyEngine:
+        return CpuCopyEngine()
+
+    def report(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def synchronize(self) -> None:
+        """Launches are synchronous."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def on_same_stream(self, last: Any) -> Any:
+        return None
+
+    def overlapped(self, engine: CpuCopyEngine, launch: Callable[[], None], queue: Callable[[], None]) -> None:
+        engine.fork()
+        queue()
+        try:
+            launch()
+        except BaseException:
+            engine.cancel()
+            raise
+        engine.join()

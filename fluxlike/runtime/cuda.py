@@ -1,0 +1,126 @@
+"""Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
+
+from typing import Any, Callable
+
+import torch
+
+from . import nvshmem
+from .control import ControlGroup
+from .heap import Segment
+
+
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(result: tuple, what: str) -> None:
+    if int(result[0]) != 0:
+        raise RuntimeError(f"{what} failed with {result[0]!r}; see `python -m fluxlike doctor` for the driver and its versions")
+
+
+class CudaCopyEngine:
+    """A side stream whose copies the GPU's copy engines do, gated by words in memory.
+
+    ``wait`` blocks the stream until a word is at least a value: without a deadline, so it may only be a word that this
+    rank's own kernel writes (its waits are bounded, so it always ends). All addresses and values are plain numbers and are
+    frozen when a CUDA graph is captured.
+    """
+
+    #: A launch returns at once, so the copies are queued behind it: the kernel starts sooner.
+    queue_first = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._cu = _driver()
+        self._geq = self._cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        self._raw = self._stream.cuda_stream
+
+    def fork(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def cancel(self) -> None:
+        """Nothing to do: the stream only waits for this rank's kernel, which ends."""
+
+    def wait(self, address: int, value: int) -> None:
+        """Go on once the 32-bit word at ``address`` is at least ``value``."""
+        _check(self._cu.cuStreamWaitValue32(self._raw, address, value, self._geq), "cuStreamWaitValue32")
+
+    def write(self, address: int, value: int) -> None:
+        """Set the 32-bit word at ``address``, after and ordered behind all that was queued before."""
+        _check(self._cu.cuStreamWriteValue32(self._raw, address, value, 0), "cuStreamWriteValue32")
+
+    def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
+        """Copy ``rows`` rows of ``width`` bytes."""
+        if pitch_to == pitch_source == width or rows == 1:
+            _check(self._cu.cuMemcpyAsync(to, source, width * rows, self._raw), "cuMemcpyAsync")
+            return
+        copy = self._cu.CUDA_MEMCPY2D()
+        copy.srcMemoryType = copy.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, pitch_source, to, pitch_to
+        copy.WidthInBytes, copy.Height = width, rows
+        _check(self._cu.cuMemcpy2DAsync(copy, self._raw), "cuMemcpy2DAsync")
+
+
+class CudaExecutor:
+    """One GPU: where kernels are launched and what the context needs of the device."""
+
+    name = "nvshmem"
+    default_heap_bytes = nvshmem.DEFAULT_BYTES
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        properties = torch.cuda.get_device_properties(device)
+        self.programs = properties.multi_processor_count
+        self.capability = (properties.major, properties.minor)
+        if self.capability < (8, 0):
+            raise RuntimeError(
+                f"{properties.name} has compute capability {properties.major}.{properties.minor}; fluxlike needs 8.0 or newer (A100, "
+                "H100 and later), or fluxlike.init(heap='shm') with CPU tensors"
+            )
+
+    def start(self, control: ControlGroup) -> None:
+        nvshmem.start(self.device, control)
+
+    def stop(self) -> None:
+        nvshmem.stop()
+
+    def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
+        return nvshmem.NvshmemSegment(nbytes, control)
+
+    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
+        kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
+
+    def copy_engine(self) -> CudaCopyEngine:
+        return CudaCopyEngine(self.device)
+
+    def report(self, words: int) -> torch.Tensor:
+        """Host memory that a kernel can write and the host can read without synchronising."""
+        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def on_same_stream(self, last: Any) -> Any:
+        """Order this call behind the context's last one when the caller has changed streams; returns today's stream.
+
+        During capture the caller orders: a captured stream must not wait for one outside the graph.
+        """
+        current = torch.cuda.current_stream(self.device)
+        if last is not None and last != current and not self.is_capturing():
+            current.wait_stream(last)
+        return last if self.is_capturing() else current
+
+    def overlapped(self, engine: CudaCopyEngine, launch: Callable[[], None], queue: Callable[[], None]) -> None:
+        """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here."""
+        engine.fork()
+        launch()
+        queue()
+        engine.join()

@@ -1,0 +1,57 @@
+"""The one table of fluxlike's environment variables; nothing else in the package reads ``os.environ`` for its own settings."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    name: str
+    default: str
+    help: str
+
+
+TABLE = (
+    Variable("FLUXLIKE_TIMEOUT_S", "120", "seconds that any wait for another rank may last"),
+    Variable("FLUXLIKE_HEAP_BYTES", "", "size of the symmetric heap of each rank, as 512M or 4G; init(heap_bytes=) wins"),
+    Variable("FLUXLIKE_CPU_PROGRAMS", "2", "programs of a kernel's grid on the CPU heap"),
+    Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
+)
+_BY_NAME = {variable.name: variable for variable in TABLE}
+
+
+def get(name: str) -> str:
+    """Value of a variable of the table, or its default."""
+    return os.environ.get(name) or _BY_NAME[name].default
+
+
+def timeout_s() -> float:
+    """FLUXLIKE_TIMEOUT_S, checked."""
+    text = get("FLUXLIKE_TIMEOUT_S")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e6:
+        raise ValueError(f"FLUXLIKE_TIMEOUT_S={text!r} is not a number of seconds above 0; unset it for {_BY_NAME['FLUXLIKE_TIMEOUT_S'].default}")
+    return value
+
+
+def cpu_programs() -> int:
+    """FLUXLIKE_CPU_PROGRAMS, checked."""
+    text = get("FLUXLIKE_CPU_PROGRAMS")
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise ValueError(f"FLUXLIKE_CPU_PROGRAMS={text!r} is not a whole number from 1 to 64; unset it for 2")
+    return int(text)
+
+
+def heap_bytes() -> int | None:
+    """FLUXLIKE_HEAP_BYTES in bytes, or None when it is not set."""
+    text = get("FLUXLIKE_HEAP_BYTES").strip()
+    if not text:
+        return None
+    scale = {"K": 10, "M": 20, "G": 30}.get(text[-1].upper(), 0)
+    digits = text[:-1] if scale else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise ValueError(f"FLUXLIKE_HEAP_BYTES={text!r} is not a size; write bytes, or 64K, 512M, 4G")
+    return int(digits) << scale

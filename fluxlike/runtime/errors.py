@@ -1,0 +1,8 @@
+"""The errors of the library. What the caller did wrong is a ValueError, what the machine lacks a RuntimeError."""
+
+
+class PeerTimeout(RuntimeError):
+    """A wait for another rank ran out, or that rank is gone. The message names op, ranks, what, expected and seen."""
+
+    #: The interpreter hands such an exception to the caller as it is, without wrapping it.
+    fluxlike_passthrough = True

@@ -1,0 +1,143 @@
+"""The symmetric heap: one interface over NVSHMEM (GPUs) and shared memory (CPUs).
+
+Memory comes in *segments* that every rank of the world makes together (an NVSHMEM allocation is collective over all of them).
+*Blocks* are cut out of segments by the ranks of one group, at an offset that is free on all of them; two groups that make
+and close contexts at different times therefore do not disturb each other.
+"""
+
+from dataclasses import dataclass, field
+from typing import Callable, Protocol
+
+import torch
+
+from .control import ControlGroup
+
+ALIGN = 512
+
+
+class Segment(Protocol):
+    nbytes: int
+    local: torch.Tensor
+    addresses: list[int]
+
+    def view(self, index: int) -> torch.Tensor: ...
+    def dead_ranks(self) -> list[int]: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Block:
+    """``nbytes`` at the same offset on every rank of a group.
+
+    ``indices``: the group's ranks as indices of the world. ``addresses``: where each rank's bytes are mapped here.
+    """
+
+    segment_index: int
+    segment: Segment
+    offset: int
+    nbytes: int
+    indices: list[int]
+    addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = [self.segment.addresses[rank] + self.offset for rank in self.indices]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's bytes, uint8 [nbytes]."""
+        return self.segment.local[self.offset : self.offset + self.nbytes]
+
+    def view(self, index: int) -> torch.Tensor:
+        """The bytes of rank ``index`` of the group, uint8 [nbytes]."""
+        return self.segment.view(self.indices[index])[self.offset : self.offset + self.nbytes]
+
+
+Free = list[tuple[int, int]]
+
+
+class SymmetricHeap:
+    """Segments of the world and the free ranges in them, of this rank."""
+
+    def __init__(self, make_segment: Callable[[int, ControlGroup], Segment], world: ControlGroup, nbytes: int) -> None:
+        self._make, self._world = make_segment, world
+        self.segments: list[Segment] = []
+        self._free: list[Free] = []
+        self._grow(nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        segment = self._make(nbytes, self._world)
+        self.segments.append(segment)
+        self._free.append([(0, segment.nbytes)])
+
+    def allocate(self, nbytes: int, control: ControlGroup, indices: list[int]) -> Block:
+        """Collective over ``control``: the same offset on all its ranks, ``indices`` in the world. The bytes are not cleared.
+
+        A group that is the whole world makes a new segment when no range is left; a sub-group cannot, since that is
+        collective over the world: RuntimeError with the remedy.
+        """
+        nbytes = -(-nbytes // ALIGN) * ALIGN
+        place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
+        if place is None and control.size == self._world.size:
+            self._grow(max(nbytes, self.segments[0].nbytes))
+            place = (len(self.segments) - 1, 0)
+        if place is None:
+            raise RuntimeError(
+                f"the symmetric heap ({sum(s.nbytes for s in self.segments) >> 20} MiB a rank) has no {nbytes >> 20} MiB free for "
+                f"the group of ranks {control.ranks}, and growing it takes every rank of the world; pass a larger heap_bytes to "
+                "fluxlike.init, set FLUXLIKE_HEAP_BYTES, or close contexts"
+            )
+        index, offset = place
+        self._free[index] = take(self._free[index], offset, nbytes)
+        return Block(index, self.segments[index], offset, nbytes, indices)
+
+    def free(self, block: Block) -> None:
+        """Give a block back. The caller has made sure that no rank of its group uses it any more."""
+        self._free[block.segment_index] = give(self._free[block.segment_index], block.offset, block.nbytes)
+
+    def dead_ranks(self) -> list[int]:
+        return self.segments[0].dead_ranks()
+
+    def close(self) -> None:
+        """Collective over the world, newest segment first."""
+        while self.segments:
+            self.segments.pop().close()
+        self._free.clear()
+
+
+def first_fit(free_of_ranks: list[list[Free]], nbytes: int) -> tuple[int, int] | None:
+    """The first (segment, offset) where ``nbytes`` are free on every rank, or None. The same answer on every rank."""
+    for index in range(min(len(free) for free in free_of_ranks)):
+        common = free_of_ranks[0][index]
+        for free in free_of_ranks[1:]:
+            common = [
+                (max(a, c), min(a + b, c + d) - max(a, c))
+                for a, b in common
+                for c, d in free[index]
+                if min(a + b, c + d) > max(a, c)
+            ]
+        for offset, size in sorted(common):
+            if size >= nbytes:
+                return index, offset
+    return None
+
+
+def take(free: Free, offset: int, nbytes: int) -> Free:
+    """``free`` without [offset, offset + nbytes), which must lie in one of its ranges."""
+    left: Free = []
+    for start, size in free:
+        if start <= offset and offset + nbytes <= start + size:
+            left += [(start, offset - start), (offset + nbytes, start + size - offset - nbytes)]
+        else:
+            left.append((start, size))
+    return sorted((start, size) for start, size in left if size)
+
+
+def give(free: Free, offset: int, nbytes: int) -> Free:
+    """``free`` with [offset, offset + nbytes), neighbours joined."""
+    joined: Free = []
+    for start, size in sorted([*free, (offset, nbytes)]):
+        if joined and joined[-1][0] + joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined

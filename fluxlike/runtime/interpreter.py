@@ -1,0 +1,667 @@
+"""Run ``@triton.jit`` kernels on CPU tensors, without a GPU, without TRITON_INTERPRET, without a trace left behind.
+
+``run(kernel, grid, *args, **kwargs)`` is the whole interface; `yield_program` is for waits, `configure` for tests.
+
+Triton has an interpreter: it replaces the words of ``triton.language`` by functions that work on numpy arrays, and
+calls the kernel as Python. As shipped it cannot serve here, for five reasons, and each has its answer below:
+
+* It must be chosen for the whole process before Triton is imported, and leaves its replacements in ``triton.language``,
+  after which nothing compiles. Here every replacement is written down and undone when the call ends (`_patched`).
+* Its bfloat16 is wrong: sums and products of the bit patterns, casts that truncate. `_Builder` computes in float32 and
+  rounds to nearest even.
+* It runs the programs of a grid one after the other, so a program that waits for a later one waits for ever, though
+  on a GPU both are resident. `_Grid` keeps all programs alive and passes one baton between them.
+* A block behind a tensor descriptor is moved element by element through a block of pointers. `_Builder` takes a strided
+  view of the memory.
+* It adds the names of its own module to the globals of the kernel's module. `_interpreted` uses a closure.
+
+Everything else — loads, stores, atomics that are real atomics across processes — is Triton's own code.
+
+One call at a time: ``triton.language`` is shared by the process, so `run` takes a lock, and while it lasts no other
+thread may compile or interpret a kernel by other means. Kernels that wait for each other belong in one grid or in
+different processes; two threads of one process cannot wait for each other's `run`.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import itertools
+import random
+import textwrap
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as stock
+from triton.language.semantic import TritonSemantic
+from triton.runtime.jit import JITFunction, mangle_type
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["Schedule", "configure", "run", "yield_program"]
+
+# Keywords of a launch that mean something to a compiler only.
+_COMPILE_OPTIONS = frozenset(
+    {"num_warps", "num_stages", "num_ctas", "maxnreg", "cluster_dims", "launch_cooperative_grid", "launch_cluster"}
+    | {"launch_pdl", "ir_override", "ptx_version", "ptx_options", "enable_fp_fusion", "extern_libs", "debug", "arch"}
+    | {"sanitize_overflow", "default_dot_input_precision", "waves_per_eu", "matrix_instr_nonkdim", "kpack"}
+)
+_MISSING = object()
+_BRIEF = 16  # Memory operations between two yields up to which a program that stored nothing counts as spinning.
+_NAP_MIN, _NAP_MAX = 50e-6, 1e-3  # Seconds.
+_STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
+
+_run_lock = threading.Lock()
+_local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
+
+
+# bfloat16, kept by the interpreter as its bits in uint16
+
+
+def _widen(bits: np.ndarray) -> np.ndarray:
+    """float32 values of bfloat16 bits; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """bfloat16 bits of float values, to nearest, ties to even, as GPUs and torch round."""
+    values = np.asarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    tie_to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + tie_to_even) >> np.uint32(16)).astype(np.uint16)
+    nan = np.isnan(values)
+    return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
+
+
+def _is_bf16(handle: Any) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+# the operations
+
+
+def _window(descriptor: Any, indices: list[Any]) -> tuple[np.ndarray | None, tuple[slice, ...]]:
+    """The part of a descriptor's block that lies inside the tensor: as memory, and as slices of the block."""
+    element = descriptor.base.dtype.element_ty
+    size = element.primitive_bitwidth // 8
+    offsets = [int(index.data.item()) for index in indices]
+    if offsets[-1] * size % 16:
+        raise ValueError(f"descriptor access at column {offsets[-1]}: not a multiple of 16 bytes, which TMA requires")
+    extents = [int(extent.data.item()) for extent in descriptor.shape]
+    strides = [int(stride.data.item()) * size for stride in descriptor.strides]
+    low = [max(0, -offset) for offset in offsets]
+    high = [min(b, extent - o) for b, extent, o in zip(descriptor.block_shape, extents, offsets, strict=True)]
+    if any(h <= l for l, h in zip(low, high, strict=True)):
+        return None, ()
+    address = int(descriptor.base.data.item())
+    address += sum((o + l) * stride for o, l, stride in zip(offsets, low, strides, strict=True))
+    shape = [h - l for l, h in zip(low, high, strict=True)]
+    layout = {"data": (address, False), "shape": tuple(shape), "strides": tuple(strides), "version": 3}
+    layout["typestr"] = stock._get_np_dtype(element).str
+    view = np.asarray(types.SimpleNamespace(__array_interface__=layout))  # neither copied nor owned
+    return view, tuple(slice(l, h) for l, h in zip(low, high, strict=True))
+
+
+def _via_float32(name: str) -> Callable:
+    """The builder's operation ``name`` with bfloat16 widened before and rounded after: Triton's would take the bits."""
+
+    def operation(self: _Builder, *args: Any) -> Any:
+        compute = getattr(super(_Builder, self), name)
+        if not _is_bf16(args[0]):
+            return compute(*args)
+        wide = (stock.TensorHandle(_widen(x.data), tl.float32) if hasattr(x, "data") else x for x in args)
+        result = compute(*wide).data
+        if result.dtype == np.bool_:
+            return stock.TensorHandle(result, tl.int1)
+        return stock.TensorHandle(_narrow(result), tl.bfloat16)
+
+    return operation
+
+
+def _watched(name: str, effect: bool) -> Callable:
+    """The builder's memory operation ``name``, preceded by a look at the schedule."""
+
+    def operation(self: _Builder, *args: Any, **kwargs: Any) -> Any:
+        _before_memory(effect)
+        return getattr(super(_Builder, self), name)(*args, **kwargs)
+
+    return operation
+
+
+class _Builder(stock.InterpreterBuilder):
+    """Triton's numpy operations with bfloat16 put right, descriptors as views, and the schedule asked before memory.
+
+    A subclass, not a patch of the original: another user of Triton's interpreter in this process sees none of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The check for overflow costs more than the arithmetic it guards; device_assert costs nothing unless written.
+        self.options = stock.InterpreterOptions(sanitize_overflow=False, debug=True)
+
+    # Triton keeps these two in the builder; here several programs are alive at once, each in its thread.
+    @property
+    def grid_idx(self) -> tuple[int, int, int]:
+        return _local.program.pid
+
+    @property
+    def grid_dim(self) -> tuple[int, int, int]:
+        return _local.program.grid.dims
+
+    def get_bf16(self, value: float) -> Any:
+        return stock.TensorHandle(_narrow(np.array([value])), tl.bfloat16)
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        to = dst_type.scalar
+        if _is_bf16(src) and to != tl.bfloat16:
+            return stock.TensorHandle(_widen(src.data).astype(stock._get_np_dtype(to)), to)
+        if to == tl.bfloat16 and not _is_bf16(src):
+            return stock.TensorHandle(_narrow(src.data), to)
+        return super().cast_impl(src, dst_type)
+
+    def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        fp8 = src.dtype.scalar.is_fp8() or dst_type.scalar.is_fp8()
+        if fp8 or rounding_mode not in (None, stock._ir.ROUNDING_MODE.RTNE):
+            return super().create_fp_to_fp(src, dst_type, rounding_mode)
+        return self.cast_impl(src, dst_type)
+
+    binary_op = _via_float32("binary_op")
+    unary_op = _via_float32("unary_op")
+    create_fma = _via_float32("create_fma")
+    create_clampf = _via_float32("create_clampf")
+
+    def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        """Sums in float32 whatever the operands, by float32 BLAS: numpy has no fast product of halves."""
+        if a.dtype.scalar not in (tl.bfloat16, tl.float16):
+            return super().create_dot(a, b, d, *options)
+        left, right = (_widen(x.data) if _is_bf16(x) else x.data.astype(np.float32) for x in (a, b))
+        product = np.matmul(left, right)
+        product += d.data
+        return stock.TensorHandle(product.astype(d.data.dtype, copy=False), d.dtype.scalar)
+
+    create_masked_load = _watched("create_masked_load", effect=False)
+    create_masked_store = _watched("create_masked_store", effect=True)
+    create_atomic_rmw = _watched("create_atomic_rmw", effect=False)
+    create_atomic_cas = _watched("create_atomic_cas", effect=False)
+
+    def create_descriptor_load(self, desc: Any, indices: list[Any], *policy: Any, **policies: Any) -> Any:
+        element = desc.base.dtype.element_ty
+        pad_nan = desc.padding == stock._ir.PADDING_OPTION.PAD_NAN
+        if pad_nan and element.is_fp8():
+            return super().create_descriptor_load(desc, indices, *policy, **policies)
+        _before_memory(effect=True)
+        inside, where = _window(desc, indices)
+        if inside is not None and inside.shape == tuple(desc.block_shape):
+            return stock.TensorHandle(inside.copy(), element)
+        fill = 0 if not pad_nan else 0x7FC0 if element == tl.bfloat16 else np.nan
+        block = np.full(desc.block_shape, fill, stock._get_np_dtype(element))
+        if inside is not None:
+            block[where] = inside
+        return stock.TensorHandle(block, element)
+
+    def create_descriptor_store(self, desc: Any, value: Any, indices: list[Any]) -> None:
+        _before_memory(effect=True)
+        inside, where = _window(desc, indices)
+        if inside is not None:
+            inside[...] = value.data.reshape(desc.block_shape)[where]
+
+
+_builder = _Builder()
+_semantic = TritonSemantic(_builder)
+
+
+# kernels as Python functions
+
+
+def _assign(value: Any) -> Any:
+    """What ``name = value`` stores in a kernel: the compiler makes tensors of numbers, so the same is done here."""
+    if type(value) is tuple:
+        return tuple(_assign(item) for item in value)
+    return _semantic.to_tensor(value, False)
+
+
+def _plain(value: Any) -> Any:
+    """A global constexpr as the number it holds: ``constexpr + tensor`` would be a constexpr that holds a tensor."""
+    return value.value if isinstance(value, tl.constexpr) else value
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Puts `_assign` around what a kernel assigns or counts, and `_plain` around the constants from outside."""
+
+    def __init__(self, constants: set[str]) -> None:
+        self.constants = constants
+
+    @staticmethod
+    def _call(name: str, argument: ast.expr) -> ast.Call:
+        return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=[argument], keywords=[])
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        node.value = self._call("_fluxlike_assign", node.value)
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        # range and tl.range count in tensors, so that ``i.to(tl.int64)`` works; tl.static_range in Python's numbers.
+        called = getattr(node.iter, "func", None)
+        name = getattr(called, "id", None) or getattr(called, "attr", None)
+        if name == "range" and isinstance(node.target, ast.Name):
+            counted = self._call("_fluxlike_assign", ast.Name(id=node.target.id, ctx=ast.Load()))
+            node.body.insert(0, ast.Assign(targets=[node.target], value=counted))
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        # ``CONSTANT.value`` asks the constexpr itself.
+        return node if isinstance(node.value, ast.Name) else self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if isinstance(node.ctx, ast.Load) and node.id in self.constants:
+            return self._call("_fluxlike_plain", node)
+        return node
+
+
+_rewritten: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
+
+
+def _interpreted(fn: types.FunctionType) -> Callable:
+    """The Python function that stands for ``fn`` under the interpreter; made once, kept while ``fn`` lives.
+
+    The helpers reach it as closure variables, so the globals of the kernel's module are used as they are, live and
+    unchanged. The kernel's own closure is kept too: a kernel may be defined inside a test.
+    """
+    if fn in _rewritten:
+        return _rewritten[fn]
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    constants = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), tl.constexpr)} | {*cells}
+    lines, first = inspect.getsourcelines(fn)
+    node: Any = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    node = _Rewriter(constants).visit(node)
+    node.name, node.decorator_list, node.returns = "_fluxlike_body", [], None
+    for arg in ast.walk(node.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    node.args.defaults = [ast.Constant(value=None) for _ in node.args.defaults]
+    node.args.kw_defaults = [default and ast.Constant(value=None) for default in node.args.kw_defaults]
+    names = ["_fluxlike_assign", "_fluxlike_plain", *cells]
+    module = ast.parse(f"def _fluxlike_factory({', '.join(names)}):\n    return _fluxlike_body")
+    factory_node: Any = module.body[0]
+    factory_node.body.insert(0, node)
+    ast.increment_lineno(node, first - 1)
+    namespace: dict[str, Any] = {}
+    exec(compile(ast.fix_missing_locations(module), inspect.getfile(fn), "exec"), fn.__globals__, namespace)
+    code = namespace["_fluxlike_factory"](_assign, _plain, *cells).__code__.replace(co_name=fn.__name__)
+    cells |= {"_fluxlike_assign": types.CellType(_assign), "_fluxlike_plain": types.CellType(_plain)}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    result = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    result.__kwdefaults__ = fn.__kwdefaults__
+    _rewritten[fn] = result
+    return result
+
+
+# triton.language, for the length of a call
+
+
+class _Recorder:
+    """Stands in for Triton's patch scope and writes down what Triton would set, so that setting it later is cheap."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+
+    def set_attr(self, owner: Any, name: str, value: Any) -> None:
+        self.values[id(owner), name] = (owner, name, value)
+
+
+def _bind(member: Callable) -> Callable:
+    """A builtin of triton.language that works on numpy: the same function, told to build with `_builder`."""
+    # Triton's interpreter, if somebody used it, leaves a lambda here that has the builtin as a default.
+    while not tl.core.is_builtin(member):
+        member = (getattr(member, "__kwdefaults__", None) or {})["member"]
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = _semantic
+        return member(*args, **kwargs)
+
+    return bound
+
+
+def _in_float32(apply: Callable) -> Callable:
+    """A reduction or scan that sees bfloat16 as float32: Triton's would add up the bits."""
+
+    def wrapped(input: Any, axis: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = input if isinstance(input, tuple) else (input,)
+        wide = tuple(tl.cast(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in inputs)
+        results = apply(wide, _plain(axis), *map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+        results = tuple(tl.cast(y, x.dtype) for x, y in zip(inputs, results, strict=True))
+        return results if isinstance(input, tuple) else results[0]
+
+    return wrapped
+
+
+def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``JITFunction.__call__`` while a kernel is interpreted."""
+    return _interpreted(function.fn)(*args, **kwargs)
+
+
+@functools.cache
+def _patches() -> list[tuple[Any, str, Any]]:
+    """Every attribute that interpretation needs, as (owner, name, value)."""
+    record = _Recorder()
+    for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
+        for name, member in inspect.getmembers(owner):
+            leaked = "member" in (getattr(member, "__kwdefaults__", None) or {}) and member.__name__ == "<lambda>"
+            if tl.core.is_builtin(member) or leaked:
+                record.set_attr(owner, name, _bind(member))
+            elif owner is tl.tensor and isinstance(member, JITFunction | stock.InterpretedFunction):
+                # x.sum(): a JITFunction is no Python method, it would not get x.
+                record.set_attr(owner, name, functools.partialmethod(_method, member))
+    stock._patch_lang_tensor(tl.tensor, record)
+    for module in (tl, tl.core):
+        stock._patch_lang_core(module, record)
+    for module in (tl, tl.core):
+        for name in ("reduce", "associative_scan"):
+            record.set_attr(module, name, _in_float32(record.values[id(module), name][2]))
+    # Triton 3.6 asks int() of a one-element array, which numpy 2.4 no longer answers.
+    record.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    record.set_attr(JITFunction, "__call__", _call_device_function)
+    record.set_attr(stock.InterpretedFunction, "__call__", _call_device_function)
+    return list(record.values.values())
+
+
+def _method(tensor: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return _call_device_function(function, tensor, *args, **kwargs)
+
+
+def _restore(saved: list[tuple[Any, str, Any]]) -> None:
+    try:
+        while saved:
+            owner, name, value = saved[-1]
+            if value is not _MISSING:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+            saved.pop()
+    except BaseException:  # Ctrl-C here must not leave half of it behind.
+        _restore(saved)
+        raise
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    """triton.language works on numpy inside; outside everything is the very object it was, last set first restored."""
+    saved: list[tuple[Any, str, Any]] = []
+    try:
+        for owner, name, value in _patches():
+            # From the class itself, not by getattr: an inherited attribute must be deleted, not copied down.
+            saved.append((owner, name, vars(owner).get(name, _MISSING)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        _restore(saved)
+
+
+# programs
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the programs of a grid take turns; for tests that look for a schedule which breaks a protocol.
+
+    With a ``seed``, the next program is drawn at random where otherwise they go round. ``jitter`` is the probability of
+    a switch before a memory operation; where there is no program to switch to, up to ``delay`` seconds are slept, so
+    that a grid of one program, too, loses step with its peers in other processes.
+    """
+
+    seed: int | None = None
+    jitter: float = 0.0
+    delay: float = 0.0
+
+
+_schedule = Schedule()
+_launches = itertools.count()
+
+
+def configure(schedule: Schedule | None = None) -> Schedule:
+    """Use ``schedule`` (None: the default one) for the runs that follow; returns the one used so far.
+
+    Runs after the same `configure` with the same seed take the same turns, each run its own: the launches are counted.
+    """
+    global _schedule, _launches
+    previous, _schedule = _schedule, schedule or Schedule()
+    _launches = itertools.count()
+    return previous
+
+
+class _Stopped(BaseException):
+    """Unwinds a program whose grid has failed elsewhere."""
+
+
+class _Program:
+    """One program of a grid: where it stands in the grid, and the lock it sleeps on while others have the baton."""
+
+    def __init__(self, grid: _Grid, pid: tuple[int, int, int]) -> None:
+        self.grid, self.pid = grid, pid
+        self.started = False
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.operations, self.effect = 0, False  # since its last yield
+
+
+class _Grid:
+    """The programs of one launch. All are alive together, one runs: the holder of the baton.
+
+    A thread is made only when a program yields to one that has not begun; a thread whose program is done begins the
+    next one itself. A grid without waits therefore runs in the caller's thread from beginning to end. Whatever is not
+    running and not done is in ``queue``; only the holder of the baton touches it.
+    """
+
+    def __init__(self, name: str, body: Callable[[], Any], dims: tuple[int, int, int], schedule: Schedule) -> None:
+        self.name, self.body, self.dims, self.schedule = name, body, dims, schedule
+        self.random: random.Random | None = None
+        if schedule.seed is not None or schedule.jitter:
+            launch = next(_launches)
+            self.random = random.Random(None if schedule.seed is None else f"{schedule.seed}:{launch}")
+        x, y, z = dims
+        self.queue = [_Program(self, (i, j, k)) for k in range(z) for j in range(y) for i in range(x)]
+        self.holder: _Program | None = None
+        self.spinning: set[_Program] = set()
+        self.naps = 0
+        self.failure: tuple[_Program | None, BaseException] | None = None
+        self.threads: list[threading.Thread] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work(self._next())
+            self.done.wait()
+        except BaseException as error:  # Ctrl-C while no program runs in this thread.
+            self._fail(None, error)
+            self.done.wait(_STOP_PATIENCE)
+        deadline = time.monotonic() + _STOP_PATIENCE
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self.failure is None:
+            return
+        program, cause = self.failure
+        if program is None or not isinstance(cause, Exception) or getattr(type(cause), "fluxlike_passthrough", False):
+            raise cause
+        raise RuntimeError(f"{self.name}, program {program.pid}: {type(cause).__name__}: {cause}") from cause
+
+    def switch(self, me: _Program) -> bool:
+        """Give the baton away and come back with it; False when there is nobody to give it to."""
+        if not self.queue:
+            return False
+        other = self._next()
+        self.queue.append(me)
+        self.holder = other
+        try:
+            if other.started:
+                other.baton.release()
+            else:
+                self.threads.append(threading.Thread(target=self._work, args=(other,), daemon=True))
+                self.threads[-1].start()
+            me.baton.acquire()
+        except BaseException as error:  # Ctrl-C: stop the others, then unwind when it is this program's turn.
+            self._fail(me, error)
+            if self.holder is not me and not me.baton.acquire(timeout=_STOP_PATIENCE):
+                self.queue.remove(me)
+            raise
+        if self.failure is not None:
+            raise _Stopped
+        return True
+
+    def spin(self, me: _Program) -> bool:
+        """`switch` for a wait that found nothing; naps first if all programs do nothing but that.
+
+        The ranks of a CPU machine outnumber its cores, and the one that could end the wait needs the core.
+        """
+        if self.failure is not None:
+            raise _Stopped
+        if not self.queue:
+            return False
+        if me.effect or me.operations > _BRIEF:
+            self.spinning.clear()
+            self.naps = 0
+        me.operations, me.effect = 0, False
+        self.spinning.add(me)
+        if len(self.spinning) > len(self.queue):
+            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), _NAP_MAX))
+            self.naps += 1
+            self.spinning.clear()
+        return self.switch(me)
+
+    def before_memory(self, me: _Program, effect: bool) -> None:
+        if self.failure is not None:
+            raise _Stopped
+        me.operations += 1
+        me.effect = me.effect or effect
+        if self.random is not None and self.random.random() < self.schedule.jitter:
+            self.spinning.discard(me)
+            if not self.switch(me) and self.schedule.delay:
+                time.sleep(self.random.random() * self.schedule.delay)
+
+    def _next(self) -> _Program:
+        drawn = self.random is not None and self.schedule.seed is not None
+        return self.queue.pop(self.random.randrange(len(self.queue)) if drawn and self.random else 0)
+
+    def _fail(self, program: _Program | None, error: BaseException) -> None:
+        self.failure = self.failure or (program, error)
+
+    def _work(self, program: _Program | None) -> None:
+        """Run programs in this thread until the baton goes to one that has a thread already, or none is left."""
+        while program is not None:
+            program.started = True
+            self.holder = _local.program = program
+            try:
+                if self.failure is None:
+                    with np.errstate(all="ignore"):  # A GPU does not warn of overflow.
+                        self.body()
+            except _Stopped:
+                pass
+            except BaseException as error:
+                self._fail(program, error)
+            _local.program = None
+            self.spinning.clear()
+            if not self.queue:
+                return self.done.set()
+            program = self._next()
+            if program.started:
+                self.holder = program
+                return program.baton.release()
+        return None
+
+
+def _before_memory(effect: bool) -> None:
+    """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch."""
+    program = _local.program
+    program.grid.before_memory(program, effect)
+
+
+def yield_program() -> bool:
+    """Let another program of the same grid run; for a wait under the interpreter to call on every turn.
+
+    False at once if there is no other program: then nothing in this process can end the wait, and the caller should
+    sleep. True after the others had their turn; if all of them only waited, this has slept already (50 µs, growing to
+    1 ms).
+    """
+    program = getattr(_local, "program", None)
+    return program is not None and program.grid.spin(program)
+
+
+# the call
+
+
+def _convert(value: Any) -> Any:
+    """A kernel argument as the kernel sees it: numbers and tensors as scalars of the types a launch would give them."""
+    if isinstance(value, TensorDescriptor):
+        if getattr(value, "round_f32_to_tf32", False):
+            raise ValueError("round_f32_to_tf32 is not interpreted: float32 stays float32 here")
+        return _semantic.make_tensor_descriptor(
+            base=_convert(value.base),
+            shape=[_convert(int(extent)) for extent in value.shape],
+            strides=[*(_convert(int(stride)) for stride in value.strides[:-1]), tl.constexpr(int(value.strides[-1]))],
+            block_shape=[tl.constexpr(extent) for extent in value.block_shape],
+            padding_option=value.padding,
+        )
+    if isinstance(value, tuple):
+        items = [_convert(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if hasattr(value, "data_ptr"):
+        device = getattr(value, "device", None)
+        if device is not None and device.type != "cpu":
+            raise ValueError(f"the interpreter works on CPU tensors, got one on {device}")
+        kind = tl.str_to_ty(mangle_type(value), None)
+        return tl.tensor(stock.TensorHandle(np.array([value.data_ptr()], dtype=np.uint64), kind), kind)
+    if isinstance(value, bool):
+        return tl.tensor(stock.TensorHandle(np.array([value]), tl.int1), tl.int1)
+    if isinstance(value, int | float):
+        kind = tl.float32 if isinstance(value, float) else tl.str_to_ty(mangle_type(value), None)
+        return tl.tensor(stock.TensorHandle(np.array([value], dtype=stock._get_np_dtype(kind)), kind), kind)
+    return value
+
+
+@functools.lru_cache(maxsize=256)
+def _signature(fn: types.FunctionType) -> tuple[inspect.Signature, frozenset[str]]:
+    """The signature, and the names of the parameters that are compile-time constants."""
+    signature = inspect.signature(fn)
+    notes = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    constants = (name for name, note in notes.items() if note is tl.constexpr or "constexpr" in str(note))
+    return signature, frozenset(constants)
+
+
+def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) -> None:
+    """Interpret ``kernel[grid](*args, **kwargs)`` on CPU tensors and return when every program is done.
+
+    ``kernel`` is an ordinary ``@triton.jit`` function (or what that makes under TRITON_INTERPRET=1); it can be compiled
+    before and after. Options for the compiler are accepted and ignored. All programs of the grid are alive together;
+    one runs at a time, and changes places with another where it calls `yield_program`.
+
+    An exception in a program stops the others and comes out as a RuntimeError naming kernel and program; exceptions of
+    classes that have ``fluxlike_passthrough = True``, and KeyboardInterrupt, come out as they are.
+    """
+    fn = getattr(kernel, "fn", None)
+    if not isinstance(kernel, JITFunction | stock.InterpretedFunction) or fn is None:
+        raise TypeError(f"run() takes a @triton.jit function, not {type(kernel).__name__}")
+    if getattr(_local, "program", None) is not None:
+        raise RuntimeError("run() was called from inside a kernel that is being interpreted")
+    dims = tuple(int(extent) for extent in (grid if isinstance(grid, tuple | list) else (grid,)))
+    if not 1 <= len(dims) <= 3:
+        raise ValueError(f"a grid has one to three dimensions, got {dims}")
+    x, y, z = (*dims, 1, 1)[:3]
+    signature, constants = _signature(fn)
+    ignored = _COMPILE_OPTIONS - signature.parameters.keys()
+    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name not in ignored})
+    bound.apply_defaults()
+    if x * y * z <= 0:
+        return
+    with _run_lock, _patched():
+        values = {k: _plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
+        body = functools.partial(_interpreted(fn), **values)
+        _Grid(fn.__name__, body, (x, y, z), _schedule).run()

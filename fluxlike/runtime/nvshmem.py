@@ -1,0 +1,95 @@
+"""NVSHMEM segments: the symmetric heap of GPUs, through nvshmem4py, bootstrapped by unique id over the torch group.
+
+On one host every peer's memory is mapped, so kernels use plain Triton loads, stores and TMA on peer addresses and need no
+NVSHMEM device code. An NVSHMEM allocation is collective over all processing elements, not over a sub-group; therefore a
+segment belongs to the world and `heap.SymmetricHeap` cuts contexts out of it.
+"""
+
+import os
+
+import torch
+
+from .control import ControlGroup
+
+DEFAULT_BYTES = 1 << 30
+
+# What the library chooses for one host unless the user has chosen: no communicator of NVSHMEM's own, no network transport,
+# no proxy thread. All are read when NVSHMEM starts.
+_DEFAULTS = {
+    "NVSHMEM_DISABLE_NCCL": "1",
+    "NVSHMEM_REMOTE_TRANSPORT": "none",
+    "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+    "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
+}
+
+
+def start(device: torch.device, control: ControlGroup) -> None:
+    """Start NVSHMEM on ``device``; collective over the world. Settings that the user made in the environment stay."""
+    error: Exception | None = None
+    try:
+        import nvshmem.core as nvshmem
+        from cuda.core import Device
+    except ImportError as problem:
+        error = RuntimeError(
+            f"the NVSHMEM heap needs nvshmem4py and cuda-core ({problem}); pip install 'fluxlike[cu13]' (or cu12), or "
+            "fluxlike.init(heap='shm') with CPU tensors"
+        )
+    control.agree("starting NVSHMEM", None, error)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    cuda_device = Device(device.index)
+    cuda_device.set_current()
+    unique = control.gather(nvshmem.get_unique_id() if control.rank == 0 else None, "starting NVSHMEM")[0]
+    nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
+
+
+def stop() -> None:
+    """Stop NVSHMEM; collective over the world, so only when every rank is known to be there."""
+    import nvshmem.core as nvshmem
+
+    nvshmem.finalize()
+
+
+class NvshmemSegment:
+    """``nbytes`` on every GPU of the world, each mapped by all; making and closing it is collective."""
+
+    def __init__(self, nbytes: int, control: ControlGroup) -> None:
+        import nvshmem.core as nvshmem
+        from nvshmem.bindings import ptr
+
+        self.nbytes = -(-nbytes // 512) * 512
+        self._rank = control.rank
+        error: Exception | None = None
+        try:
+            self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
+        except Exception as problem:  # nvshmem4py raises several kinds; each means that the memory is not to be had
+            error = RuntimeError(
+                f"cannot allocate {self.nbytes >> 20} MiB on the NVSHMEM heap ({problem}); free GPU memory, or pass a smaller "
+                "heap_bytes to fluxlike.init"
+            )
+        control.agree("allocating on the NVSHMEM heap", self.nbytes, error)
+        mine = self.local.data_ptr()
+        self.addresses = [mine if pe == control.rank else int(ptr(mine, pe)) for pe in range(control.size)]
+        unreachable = [pe for pe, address in enumerate(self.addresses) if address == 0]
+        error = None
+        if unreachable:
+            error = RuntimeError(
+                f"rank {control.rank} cannot reach the memory of ranks {unreachable} (no P2P); fluxlike needs GPUs of one host "
+                "with peer access: see `python -m fluxlike doctor`"
+            )
+        control.agree("reaching the peers' memory", None, error)
+
+    def view(self, index: int) -> torch.Tensor:
+        """All bytes of the segment of rank ``index`` of the world."""
+        import nvshmem.core as nvshmem
+
+        return self.local if index == self._rank else nvshmem.get_peer_tensor(self.local, index)
+
+    def dead_ranks(self) -> list[int]:
+        """Not known on GPUs: a dead rank shows as a wait that runs out."""
+        return []
+
+    def close(self) -> None:
+        import nvshmem.core as nvshmem
+
+        nvshmem.free_tensor(self.local)

@@ -1,0 +1,162 @@
+"""The world of this process: which ranks, which heap, which device. Made by init, ended by finalize, both collective."""
+
+import logging
+import os
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import env
+from .control import ControlGroup
+from .errors import PeerTimeout
+from .heap import SymmetricHeap
+
+log = logging.getLogger("fluxlike")
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class World:
+    """What `current` returns between init and finalize."""
+
+    def __init__(self, group: dist.ProcessGroup, heap: str, heap_bytes: int | None, owns_torch: bool) -> None:
+        self.group, self.owns_torch = group, owns_torch
+        self.control = ControlGroup(group)
+        self.rank, self.size = self.control.rank, self.control.size
+        self.contexts: list[Closable] = []
+        self.cached: dict[Any, Any] = {}
+        self._controls: dict[str, ControlGroup] = {group.group_name: self.control}
+        executor: Any = None
+        error: Exception | None = None
+        nbytes = 0
+        try:
+            executor = make_executor(heap)
+            nbytes = heap_bytes or env.heap_bytes() or executor.default_heap_bytes
+            env.timeout_s()
+        except (RuntimeError, ValueError) as problem:
+            error = problem
+        self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)
+        self.executor = executor
+        self.device: torch.device = executor.device
+        executor.start(self.control)
+        self.heap = SymmetricHeap(executor.make_segment, self.control, nbytes)
+
+    def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
+        """The control group of a torch group; the first call for a group is collective over it."""
+        group = group or self.group
+        known = self._controls.get(group.group_name)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            outside = [rank for rank in ranks if rank not in self.control.ranks]
+            if outside:
+                raise ValueError(f"ranks {outside} of the group are outside the group given to fluxlike.init; init with all ranks")
+            known = self._controls[group.group_name] = ControlGroup(group)
+        return known
+
+    def indices(self, control: ControlGroup) -> list[int]:
+        """The ranks of a group as indices of the world."""
+        return [self.control.ranks.index(rank) for rank in control.ranks]
+
+    def close(self) -> None:
+        """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang."""
+        for context in list(self.contexts):
+            context.close()
+        self.executor.synchronize()
+        try:
+            self.control.barrier("fluxlike.finalize")
+            everyone = True
+        except PeerTimeout as error:
+            everyone = False
+            log.warning("rank %d leaves alone: %s", self.rank, error)
+        if everyone:
+            self.heap.close()
+            self.executor.stop()
+
+
+def make_executor(heap: str) -> Any:
+    """The executor for ``heap``: "nvshmem", "shm", or "auto" (nvshmem if this process sees a GPU)."""
+    if heap not in ("auto", "nvshmem", "shm"):
+        raise ValueError(f"heap={heap!r} is not one of 'auto', 'nvshmem', 'shm'")
+    if heap == "auto":
+        heap = "nvshmem" if torch.cuda.is_available() else "shm"
+    if heap == "shm":
+        from .cpu import CpuExecutor
+
+        return CpuExecutor()
+    if not torch.cuda.is_available():
+        raise RuntimeError("heap='nvshmem' needs a CUDA GPU and torch sees none; use heap='auto' or 'shm', or see `python -m fluxlike doctor`")
+    from .cuda import CudaExecutor
+
+    return CudaExecutor(torch.device("cuda", torch.cuda.current_device()))
+
+
+_world: World | None = None
+
+
+def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes: int | None = None) -> None:
+    """Start fluxlike on the ranks of ``group``. Collective over them.
+
+    Args:
+        group: the ranks that share a symmetric heap; the default group if None. If torch.distributed is not initialised it is
+            initialised from torchrun's environment (and `finalize` ends it).
+        heap: "nvshmem" (GPUs), "shm" (shared memory and Triton's interpreter, no GPU), or "auto": nvshmem where torch sees a GPU.
+        heap_bytes: size of the symmetric heap on each rank; default FLUXLIKE_HEAP_BYTES, else 1 GiB on GPUs and 64 MiB on
+            CPUs. Contexts of the whole world grow it; contexts of sub-groups must fit.
+
+    Raises:
+        RuntimeError: called twice, or the machine cannot (the message says what to do).
+        ValueError: unknown heap, or ranks that disagree.
+    """
+    global _world
+    if _world is not None:
+        raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")
+    logging.getLogger("fluxlike").setLevel(env.get("FLUXLIKE_LOG"))
+    owns_torch = not dist.is_initialized()
+    if owns_torch:
+        _init_torch(heap)
+    _world = World(group or dist.group.WORLD, heap, heap_bytes, owns_torch)
+
+
+def _init_torch(heap: str) -> None:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise RuntimeError(
+            f"torch.distributed is not initialised and {', '.join(missing)} is not set; start the program with scripts/launch.sh or "
+            "torchrun, or call torch.distributed.init_process_group before fluxlike.init"
+        )
+    if heap != "shm" and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def current() -> World:
+    """The world, or RuntimeError before init."""
+    if _world is None:
+        raise RuntimeError("fluxlike is not initialised on this rank; call fluxlike.init() on every rank first")
+    return _world
+
+
+def is_initialized() -> bool:
+    return _world is not None
+
+
+def finalize() -> None:
+    """End fluxlike: close every context and the heap. Collective; safe after an error, and without init it does nothing.
+
+    Raises the error of a context whose failure nobody has seen yet, after everything is closed.
+    """
+    global _world
+    world, _world = _world, None
+    if world is None:
+        return
+    try:
+        world.close()
+    finally:
+        if world.owns_torch and dist.is_initialized():
+            dist.destroy_process_group()

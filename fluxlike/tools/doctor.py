@@ -1,0 +1,337 @@
+"""`python -m fluxlike doctor [--json]`: what this machine has, which heap fluxlike would use on it, and what to mend.
+
+It is for machines on which something is wrong, so it needs the standard library only. `machine.collect` looks at the
+machine; `describe`, `diagnose` and `choose_heap` turn the facts into rows, problems and a verdict (so that each can be
+tried with made-up facts); `render` prints them.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .. import __version__
+from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, collect
+
+OLDEST_PYTHON = (3, 11)
+TORCH_RANGE = ((2, 10), (2, 14))
+TRITON_RANGE = ((3, 6), (3, 8))
+OLDEST_GPU = (8, 0)
+GIB = 1 << 30
+# package: the module whose __version__ must agree with the package's record
+MODULES = {
+    "numpy": "numpy",
+    "torch": "torch",
+    "triton": "triton",
+    "cuda-bindings": "cuda.bindings",
+    "cuda-core": "cuda.core",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    section: str
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Heap:
+    """The heap that fluxlike would use (None: it cannot run), and why."""
+
+    name: str | None
+    why: str
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+
+
+def _major(version: str | None) -> int | None:
+    return _release(version)[0] if version and _release(version) else None
+
+
+def old_gpus(facts: Facts) -> list[str]:
+    return [
+        f"{i} ({gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]})"
+        for i, gpu in enumerate(facts.gpus)
+        if gpu.capability < OLDEST_GPU
+    ]
+
+
+def unreachable(facts: Facts) -> list[tuple[int, int]]:
+    return [(i, j) for i, row in enumerate(facts.peers) for j, reached in enumerate(row) if not reached]
+
+
+def _interpreter_trap(facts: Facts) -> str | None:
+    triton, numpy = facts.loaded.get("triton"), facts.loaded.get("numpy")
+    if triton and numpy and _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
+        return f"the interpreter of Triton {triton} fails with numpy {numpy}"
+    return None
+
+
+def choose_heap(facts: Facts) -> Heap:
+    """NVSHMEM where its conditions hold, else shared memory where its do, else none."""
+    missing = [name for name in ("numpy", "torch", "triton") if name not in facts.loaded]
+    if missing:
+        return Heap(None, f"{' and '.join(missing)} cannot be imported")
+    if facts.python < OLDEST_PYTHON:
+        return Heap(None, "this Python is too old")
+    if not facts.gpus:
+        against = "no CUDA GPU is visible to torch"
+    elif old_gpus(facts):
+        against = f"GPU {old_gpus(facts)[0]} is older than sm_80"
+    elif "nvshmem.core" not in facts.loaded:
+        against = "nvshmem4py cannot be imported"
+    elif unreachable(facts):
+        i, j = unreachable(facts)[0]
+        against = f"GPU {i} cannot access the memory of GPU {j}"
+    else:
+        return Heap("nvshmem", f"{len(facts.gpus)} GPU(s) with peer access between all of them, and nvshmem4py")
+    if not facts.memfd:
+        return Heap(None, f"{against}, and memfd_create, which makes the shared-memory heap, does not work")
+    if _interpreter_trap(facts):
+        return Heap(None, f"{against}, and {_interpreter_trap(facts)}")
+    if facts.gpus:
+        return Heap("shm", f"only if asked for with init(heap='shm'), to run on the CPU, for {against}")
+    return Heap("shm", f"{against}; the kernels run in Triton's interpreter on the CPU")
+
+
+def _extra(facts: Facts) -> str:
+    """What to install for the CUDA of this machine."""
+    cuda = _major(facts.torch_cuda) or _major(facts.driver_cuda) or 13
+    return f"pip install -e '.[cu{min(max(cuda, 12), 13)}]' at the root of the repository"
+
+
+def _import_problems(facts: Facts) -> Iterable[Problem]:
+    if facts.python < OLDEST_PYTHON:
+        what = "Python {}.{} is older than 3.11".format(*facts.python)
+        yield Problem(what, "Make an environment with Python 3.11 or 3.12.")
+    for name, wanted in (("numpy", "numpy"), ("torch", "torch>=2.10,<2.14"), ("triton", "triton>=3.6,<3.8")):
+        reason = facts.broken.get(name, "unknown")
+        if name in facts.loaded or reason.startswith(NOT_TRIED):
+            continue
+        if name in facts.installed:
+            what = f"{name} {facts.installed[name]} is installed, but its import fails: {reason}"
+            yield Problem(what, f"Reinstall it: pip install --force-reinstall {name}=={facts.installed[name]}.")
+        else:
+            remedy = f"Run pip install '{wanted}', or scripts/launch.sh, which sets up an environment that has it."
+            yield Problem(f"{name} is not installed: {reason}", remedy)
+    if not facts.gpus:
+        return
+    for name, package in (
+        ("nvshmem.core", "nvshmem4py"),
+        ("cuda.bindings", "cuda-bindings"),
+        ("cuda.core", "cuda-core"),
+    ):
+        reason = facts.broken.get(name, "unknown")
+        if name not in facts.loaded and not reason.startswith(NOT_TRIED):
+            what = f"there are GPUs, but {name} of {package} cannot be imported: {reason}"
+            yield Problem(what, f"Install the packages for NVSHMEM: {_extra(facts)}.")
+
+
+def _version_problems(facts: Facts) -> Iterable[Problem]:
+    for name, (low, high) in (("torch", TORCH_RANGE), ("triton", TRITON_RANGE)):
+        version = facts.loaded.get(name)
+        if version and not low <= _release(version) < high:
+            wanted = f"{name}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+            yield Problem(
+                f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{wanted}'."
+            )
+    for name, module in MODULES.items():
+        record, itself = facts.installed.get(name), facts.loaded.get(module)
+        if record and itself and record.partition("+")[0] != itself.partition("+")[0]:
+            yield Problem(
+                f"{name} {record} is installed, but the import finds {itself}",
+                f"Remove the other copy: python -c 'import {module} as m; print(m.__file__)' says where it is.",
+            )
+    trap = _interpreter_trap(facts)
+    if trap:
+        yield Problem(f"{trap}, so nothing can run without a GPU", "Install an older one: pip install 'numpy<2.4'.")
+
+
+def _cuda_problems(facts: Facts) -> Iterable[Problem]:
+    pairs = [name[:-5] for name in facts.installed if name.endswith("-cu12") and f"{name[:-5]}-cu13" in facts.installed]
+    if pairs:
+        names = " ".join(f"{name}-cu12 {name}-cu13" for name in pairs)
+        yield Problem(
+            f"the CUDA 12 and 13 packages of {', '.join(pairs)} are both installed and overwrite each other's files",
+            f"Remove both (pip uninstall {names}), then install the one that fits torch's CUDA.",
+        )
+    build, driver = _major(facts.torch_cuda), _major(facts.driver_cuda)
+    for name in ("nvshmem4py", "nvidia-nvshmem"):
+        for other in {12, 13} - {build} if build else ():
+            if f"{name}-cu{other}" in facts.installed and f"{name}-cu{build}" not in facts.installed:
+                remedy = f"Replace it: pip uninstall {name}-cu{other}, then pip install {name}-cu{build}."
+                yield Problem(f"{name}-cu{other} does not fit torch, which is built for CUDA {build}", remedy)
+    if build and driver and driver < build:
+        yield Problem(
+            f"the driver supports CUDA {facts.driver_cuda}, but torch is built for CUDA {facts.torch_cuda}",
+            f"Update the driver, or use a torch for CUDA {driver}: the extra cu{driver} of pyproject.toml brings one.",
+        )
+    if facts.smi_gpus and not facts.gpus:
+        hidden = facts.environ.get("CUDA_VISIBLE_DEVICES")
+        if facts.cuda_error:
+            what, remedy = f"torch fails to look at the GPUs: {facts.cuda_error}", "Check the driver with nvidia-smi."
+        elif hidden is not None:
+            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
+            remedy = "Unset it to use the GPUs; to run on the CPU it is fine."
+        elif "torch" in facts.loaded and not facts.torch_cuda:
+            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but this torch is built without CUDA"
+            remedy = f"Install one with CUDA: {_extra(facts)}."
+        else:
+            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but torch sees none"
+            remedy = "Check that the driver works (nvidia-smi) and is new enough for torch's CUDA."
+        yield Problem(what, remedy)
+
+
+def _library_problems(facts: Facts) -> Iterable[Problem]:
+    for name, paths in facts.libraries.items():
+        if len({os.path.realpath(path) for path in paths}) > 1:
+            what = f"{len(paths)} copies of {name} are loaded in one process: {', '.join(paths)}"
+            yield Problem(what, "Leave one: look at LD_LIBRARY_PATH, and at packages for two versions of CUDA.")
+    packages = {"libnvshmem_host": "nvidia-nvshmem", "libnccl": "nvidia-nccl"}
+    for name, package in packages.items():
+        homes = {facts.folders[full] for full in facts.folders if full.startswith(f"{package}-cu")}
+        for path in facts.libraries.get(name, ()):
+            if homes and not any(os.path.realpath(path).startswith(home + os.sep) for home in homes):
+                what = f"{package} is installed with pip, but {name} was loaded from elsewhere: {path}"
+                yield Problem(what, "Take its folder out of LD_LIBRARY_PATH, so that the installed one is found.")
+    for full, version in facts.installed.items():
+        alone = sum(other.startswith("nvidia-nccl-cu") for other in facts.installed) == 1
+        if full.startswith("nvidia-nccl-cu") and alone and facts.nccl and facts.nccl != version:
+            what = f"{full} {version} is installed, but NCCL {facts.nccl} is loaded"
+            yield Problem(what, "Take the other NCCL out of LD_LIBRARY_PATH and LD_PRELOAD.")
+
+
+def _gpu_problems(facts: Facts) -> Iterable[Problem]:
+    if old_gpus(facts):
+        what = f"older than sm_80, which the kernels need: GPU {', '.join(old_gpus(facts))}"
+        yield Problem(what, "Hide the old ones with CUDA_VISIBLE_DEVICES, or run on the CPU with it empty.")
+    if unreachable(facts):
+        pairs = ", ".join(f"{i}->{j}" for i, j in unreachable(facts))
+        remedy = "Use GPUs that reach each other (CUDA_VISIBLE_DEVICES), or enable peer access: IOMMU and ACS off."
+        yield Problem(f"no peer access between GPUs {pairs}", remedy)
+    if facts.gpus and facts.shm and facts.shm[0] < GIB // 2:
+        what = f"/dev/shm has {facts.shm[0] / GIB:.2f} GiB; NCCL fails in small ones"
+        yield Problem(what, "Give the container more: docker run --shm-size=1g.")
+    if facts.gpus and facts.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
+        what = "TRITON_INTERPRET is set, so kernels run on the CPU though there are GPUs"
+        yield Problem(what, "Unset it: fluxlike turns to the interpreter by itself where there is no GPU.")
+
+
+def diagnose(facts: Facts) -> list[Problem]:
+    judges = (_import_problems, _version_problems, _cuda_problems, _library_problems, _gpu_problems)
+    problems = list(itertools.chain.from_iterable(judge(facts) for judge in judges))
+    if not facts.gpus and not facts.memfd:
+        remedy = "Run on Linux 3.17 or later, with a Python built for it, and outside sandboxes that forbid the call."
+        problems.append(Problem("memfd_create does not work, and the shared-memory heap is made with it", remedy))
+    return problems
+
+
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / GIB:.1f} GiB"
+
+
+def _matrix(section: str, cells: Sequence[Sequence[str]]) -> list[Row]:
+    width = max((len(cell) for row in cells for cell in row), default=1)
+    lines = [("", [str(i) for i in range(len(cells))]), *((f"GPU {i}", row) for i, row in enumerate(cells))]
+    return [Row(section, name, " ".join(f"{cell:<{width}}" for cell in row).rstrip()) for name, row in lines]
+
+
+def describe(facts: Facts) -> list[Row]:
+    recorded = facts.installed.get("fluxlike")
+    differs = "" if recorded in (None, __version__) else f" (pip's record says {recorded})"
+    rows = [
+        Row("this", "fluxlike", f"{__version__}{differs} in {Path(__file__).resolve().parents[2]}"),
+        Row("this", "Python", f"{platform.python_version()} ({sys.executable})"),
+        Row("this", "system", f"{platform.platform()} {platform.machine()}"),
+    ]
+    for name in PACKAGES[1:]:
+        module = "nvshmem.core" if name.startswith("nvshmem4py") else MODULES.get(name, name)
+        value = facts.installed.get(name, "not installed")
+        if module in facts.loaded and (name in facts.installed or module == name):
+            itself = facts.loaded[module]
+            value += ", imports" if itself in ("True", "unknown", value) else f", imports as {itself}"
+        elif name in facts.installed and module in facts.broken:
+            value += f", import fails: {facts.broken[module]}"
+        rows.append(Row("packages", name, value))
+    rows += [
+        Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES
+    ]
+    if facts.nccl:
+        rows.append(Row("libraries loaded", "NCCL", facts.nccl))
+    no_cuda = "built without CUDA" if "torch" in facts.loaded else "unknown"
+    rows += [
+        Row("GPUs", "torch's CUDA", facts.torch_cuda or no_cuda),
+        Row("GPUs", "driver", f"{facts.driver or 'none found'} (CUDA {facts.driver_cuda or 'unknown'})"),
+    ]
+    for i, gpu in enumerate(facts.gpus):
+        value = f"{gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {_size(gpu.memory)}"
+        rows.append(Row("GPUs", f"GPU {i}", value))
+    if not facts.gpus:
+        rows += [Row("GPUs", f"GPU {i} (nvidia-smi)", ", ".join(row[:3])) for i, row in enumerate(facts.smi_gpus or [])]
+    if facts.peers:
+        rows += _matrix("peer access", [["yes" if ok else "NO" for ok in row] for row in facts.peers])
+    if facts.links:
+        rows += _matrix(f"links, all GPUs of the machine ({facts.links_from})", facts.links)
+    elif facts.gpus or facts.smi_gpus:
+        rows.append(Row("links", "NVLink", "unknown (neither nvidia-ml-py nor nvidia-smi topo answers)"))
+    shm = f"{_size(facts.shm[0])}, free {_size(facts.shm[1])}" if facts.shm else "missing"
+    rows += [
+        Row("host", "cores", str(facts.cores)),
+        Row("host", "memory", _size(facts.memory)),
+        Row("host", "/dev/shm", shm),
+        Row("host", "memfd_create", "works" if facts.memfd else "does not work"),
+    ]
+    rows += [Row("environment", name, value) for name, value in facts.environ.items()]
+    return rows
+
+
+def render(rows: Sequence[Row], problems: Sequence[Problem], heap: Heap) -> str:
+    width = max(len(row.name) for row in rows)
+    lines: list[str] = []
+    for section, group in itertools.groupby(rows, key=lambda row: row.section):
+        lines += [section, *(f"  {row.name:<{width}}  {row.value}".rstrip() for row in group), ""]
+    lines += [f"heap: {heap.name or 'none'} ({heap.why})", ""]
+    for problem in problems:
+        lines += [f"problem: {problem.what}", f"   mend: {problem.remedy}"]
+    if not problems:
+        lines.append("no problems found")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxlike doctor",
+        description="Says what this machine has, which heap fluxlike would use, and what to mend.",
+        epilog="Exit status: 0 if fluxlike can run here, on GPUs or on the CPU; 1 if it cannot.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object: rows, problems, heap")
+    asked = parser.parse_args(argv)
+    facts, failures = collect()
+    rows, heap, problems = describe(facts), choose_heap(facts), diagnose(facts)
+    for failure in failures:
+        problems.append(Problem(f"doctor itself: {failure}", "Report it as a bug of fluxlike, with this output."))
+    if asked.json:
+        parts = {"rows": [asdict(row) for row in rows], "problems": [asdict(problem) for problem in problems]}
+        print(json.dumps(parts | {"heap": asdict(heap)}, indent=1))
+    else:
+        print(render(rows, problems, heap))
+    return 0 if heap.name else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""What this machine has, looked up without taking anything for granted: the facts behind `doctor`.
+
+Every import happens in a child process, which tells what it found line by line: a library that ends the process that
+loads it ends only the child, and the parent knows at which step. No NVSHMEM function is ever called, since before
+NVSHMEM's initialisation most of them end the process.
+
+Standard library only, and no import of torch in this process.
+"""
+
+import contextlib
+import csv
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGES = (
+    "fluxlike",
+    "numpy",
+    "torch",
+    "triton",
+    *(f"{name}-cu{cuda}" for name in ("nvshmem4py", "nvidia-nvshmem", "nvidia-nccl") for cuda in (12, 13)),
+    "cuda-bindings",
+    "cuda-core",
+    "cuda-python",
+    "nvidia-ml-py",
+)
+NOT_TRIED = "not tried"  # how the reason begins where an earlier step ended the child
+LIBRARIES = ("libnvshmem_host", "libcudart", "libnccl")
+VARIABLES = ("FLUXLIKE_", "NVSHMEM_", "NCCL_", "TRITON_", "TORCH_SYMM_MEM_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+
+
+@dataclass
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    memory: int
+
+
+@dataclass
+class Facts:
+    """What `collect` found; the defaults are a machine about which nothing could be learnt."""
+
+    python: tuple[int, int] = sys.version_info[:2]
+    installed: dict[str, str] = field(default_factory=dict)  # package: version by its record
+    folders: dict[str, str] = field(default_factory=dict)  # package: where it is installed
+    loaded: dict[str, str] = field(default_factory=dict)  # module: version by itself
+    broken: dict[str, str] = field(default_factory=dict)  # module: why its import failed
+    libraries: dict[str, list[str]] = field(default_factory=dict)  # library: files mapped after the imports
+    torch_cuda: str | None = None
+    nccl: str | None = None
+    gpus: list[Gpu] = field(default_factory=list)  # those that torch sees
+    peers: list[list[bool]] = field(default_factory=list)
+    cuda_error: str | None = None
+    smi_gpus: list[list[str]] | None = None  # None: no nvidia-smi that answers
+    driver: str | None = None
+    driver_cuda: str | None = None
+    links: list[list[str]] = field(default_factory=list)
+    links_from: str = "unknown"
+    memfd: bool = False
+    shm: tuple[int, int] | None = None  # size, free
+    memory: int | None = None
+    cores: int = 1
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+def _version(module: str) -> object:
+    return getattr(importlib.import_module(module), "__version__", "unknown")
+
+
+def _torch_cuda() -> object:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
+    nccl = torch.cuda.nccl.version() if count and torch.distributed.is_nccl_available() else None
+    return {
+        "build": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else None,
+        "gpus": [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus],
+        "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
+    }
+
+
+def _nvlink() -> object:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+    caps = pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+
+    def cell(a: object, b: object) -> str:
+        if a is b:
+            return "X"
+        linked = pynvml.nvmlDeviceGetP2PStatus(a, b, caps) == pynvml.NVML_P2P_STATUS_OK
+        return "NV" if linked else "-"
+
+    return [[cell(a, b) for b in handles] for a in handles]
+
+
+def _mapped() -> object:
+    found: dict[str, set[str]] = {}
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip("\n").partition("/")[2]
+            stem = os.path.basename(path).partition(".so")[0]
+            if stem in LIBRARIES:
+                found.setdefault(stem, set()).add(f"/{path}")
+    return {name: sorted(paths) for name, paths in found.items()}
+
+
+# In this order: torch brings the libraries that the later ones must share.
+STEPS: dict[str, Callable[[], object]] = {
+    "numpy": lambda: _version("numpy"),
+    "torch": lambda: _version("torch"),
+    "torch.cuda": _torch_cuda,
+    "triton": lambda: _version("triton"),
+    "cuda.bindings": lambda: _version("cuda.bindings"),
+    "cuda.core": lambda: _version("cuda.core"),
+    "nvshmem.core": lambda: bool(importlib.import_module("nvshmem.core")),
+    "pynvml": _nvlink,
+}
+
+
+def _child() -> None:
+    """Take every step and say one JSON line before and one after it; the parent learns from a line that is missing."""
+    # The lines get a file of their own, since an import may print.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name, step in STEPS.items():
+        print(json.dumps([name, "begin", None]), file=out, flush=True)
+        try:
+            line = [name, "done", step()]
+        except BaseException as error:  # an import that calls sys.exit is a finding, too
+            line = [name, "failed", f"{type(error).__name__}: {error}".splitlines()[0]]
+        print(json.dumps(line), file=out, flush=True)
+        print(json.dumps(["libraries", "done", _mapped()]), file=out, flush=True)
+    os._exit(0)  # no library gets the chance to fail in its exit handler
+
+
+def _run(*command: str, timeout: float = 30) -> str | None:
+    """The command's output, or None if it is missing, fails or hangs."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
+        if done.returncode == 0:
+            return done.stdout
+    return None
+
+
+def try_imports(timeout: float = 300) -> dict[str, tuple[str, object]]:
+    """{step: ("done", value) | ("failed", reason)} for every step that a child process began."""
+    # -P keeps this file's folder off the child's path, where tools named like standard modules would hide those.
+    command = [sys.executable, "-P", __file__, "--child"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=timeout)
+        text, end = done.stdout, f"it ended the process with status {done.returncode}"
+    except subprocess.TimeoutExpired as late:
+        raw = late.stdout or b""
+        text, end = raw.decode() if isinstance(raw, bytes) else raw, f"it did not return within {timeout:.0f} s"
+    found: dict[str, tuple[str, object]] = {}
+    last = "the process that tries the imports did not begin"
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            name, state, value = json.loads(line)
+            found[name] = ("failed", end) if state == "begin" else (state, value)
+            last = name if name in STEPS else last
+    for name in STEPS:
+        found.setdefault(name, ("failed", f"{NOT_TRIED} after {last}: {end}"))
+    return found
+
+
+def parse_topology(text: str) -> list[list[str]]:
+    """The GPU part of `nvidia-smi topo -m`: a square of cells such as X, NV18, PIX, SYS."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined even into a pipe
+    rows = [line.split() for line in text.splitlines() if re.match(r"\s*GPU\d+\s", line)]
+    rows = [row[1:] for row in rows if "X" in row]  # not the header
+    return [row[: len(rows)] for row in rows]
+
+
+def _memory() -> int | None:
+    """What this process may use: the machine's memory or, in a container, its limit."""
+    sizes = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(Path(limit).read_text()))
+    return min(sizes, default=None)
+
+
+def _memfd() -> bool:
+    with contextlib.suppress(OSError, AttributeError):
+        os.close(os.memfd_create("fluxlike-doctor"))
+        return True
+    return False
+
+
+def _look_at_packages(facts: Facts) -> None:
+    for name in PACKAGES:
+        with contextlib.suppress(Exception):
+            record = importlib.metadata.distribution(name)
+            facts.installed[name] = record.version
+            facts.folders[name] = os.path.realpath(str(record.locate_file("")))
+
+
+def _look_at_imports(facts: Facts) -> None:
+    for name, (state, value) in try_imports().items():
+        if state == "failed":
+            facts.broken[name] = str(value)
+        elif name == "torch.cuda" and isinstance(value, dict):
+            facts.torch_cuda, facts.nccl, facts.peers = value["build"], value["nccl"], value["peers"]
+            facts.gpus = [Gpu(gpu, (major, minor), memory) for gpu, (major, minor), memory in value["gpus"]]
+        elif name == "libraries" and isinstance(value, dict):
+            facts.libraries = value
+        elif name == "pynvml" and isinstance(value, list):
+            facts.links, facts.links_from = value, "NVML"
+        else:
+            facts.loaded[name] = str(value)
+    # Failing because torch failed is no news, and pynvml is a nicety.
+    facts.cuda_error = facts.broken.pop("torch.cuda", None) if "torch" not in facts.broken else None
+    for name in ("torch.cuda", "pynvml"):
+        facts.broken.pop(name, None)
+
+
+def _look_at_driver(facts: Facts) -> None:
+    query = _run("nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader")
+    if query is not None:
+        rows = [[cell.strip() for cell in row] for row in csv.reader(query.splitlines())]
+        facts.smi_gpus = [row for row in rows if len(row) == 4]
+        facts.driver = next((row[3] for row in facts.smi_gpus), None)
+        head = re.search(r"CUDA[A-Za-z ]*Version *: *(\d+\.\d+)", _run("nvidia-smi") or "")
+        facts.driver_cuda = head[1] if head else None
+        if not facts.links:
+            facts.links = parse_topology(_run("nvidia-smi", "topo", "-m") or "")
+            facts.links_from = "nvidia-smi" if facts.links else "unknown"
+    else:
+        with contextlib.suppress(OSError):
+            found = re.search(r"\b(\d{3,}\.\d+[.\d]*)", Path("/proc/driver/nvidia/version").read_text())
+            facts.driver = found[1] if found else None
+
+
+def _look_at_host(facts: Facts) -> None:
+    facts.memfd, facts.memory = _memfd(), _memory()
+    facts.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage("/dev/shm")
+        facts.shm = usage.total, usage.free
+    facts.environ = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+
+
+def collect() -> tuple[Facts, list[str]]:
+    """The facts, and what went wrong in looking for them."""
+    facts, failures = Facts(), []
+    for look in (_look_at_packages, _look_at_imports, _look_at_driver, _look_at_host):
+        try:
+            look(facts)
+        except Exception as error:  # half a report is better than none
+            failures.append(f"{look.__name__} failed with {type(error).__name__}: {error}")
+    return facts, failures
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--child"]:
+    _child()

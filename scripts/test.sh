@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Runs the tests. See --help.
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+usage() {
+  cat <<EOT
+usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU, after ruff and mypy where installed
+       test.sh gpu [--nproc N] [PYTEST ARGS...]  the test files on N GPUs (default: all), every rank in its own process
+
+Paths among the arguments are relative to the root of the repository.
+EOT
+}
+
+case ${1:-} in -h | --help) usage; exit 0 ;; esac
+find_python pytest hypothesis
+cd "$ROOT"
+export FLUXLIKE_PYTHON=$PYTHON
+
+if [ "${1:-}" = gpu ]; then
+  shift
+  ranks=()
+  case ${1:-} in
+    --nproc) ranks=("${@:1:2}"); shift "${#ranks[@]}" ;;
+    --nproc=*) ranks=("$1"); shift ;;
+  esac
+  : "${FLUXLIKE_TEST_HEAP:=nvshmem}"
+  export FLUXLIKE_TEST_HEAP
+  # No cache of failures: the ranks would write the same files.
+  exec bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} -m pytest -q -p no:cacheprovider "$@"
+fi
+
+# Everything runs even if the first check fails: one run tells all there is to mend.
+status=0
+if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . || status=1; fi
+if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
+"$PYTHON" -m pytest -m "not gpu" "$@" || status=$?
+exit $status

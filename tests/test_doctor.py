@@ -1,0 +1,309 @@
+"""The doctor: run as a user runs it, on machines that lack things; and its judgement on made-up facts."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fluxlike.tools import doctor
+from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, parse_topology
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tNV18\tSYS\tPIX\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tNV18\tSYS\tSYS\t0-31\t0\t\tN/A
+GPU2\tNV18\tNV18\t X \tSYS\tSYS\t32-63\t1\t\tN/A
+GPU3\tSYS\tSYS\tSYS\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+CELLS = [
+    ["X", "NV18", "NV18", "SYS"],
+    ["NV18", "X", "NV18", "SYS"],
+    ["NV18", "NV18", "X", "SYS"],
+    ["SYS", "SYS", "SYS", "X"],
+]
+
+# Runs in every Python that the test starts, the doctor's own child included. `hide` makes a module unimportable; `end`
+# ends the process that imports it, as libraries in C do.
+SITECUSTOMIZE = """
+import os, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("TEST_END"):
+            os._exit(77)
+        if name.partition(".")[0] in os.environ.get("TEST_HIDE", "").split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_doctor(tmp_path, *options, path=None, **environ):
+    """The doctor in a process of its own; nvidia-smi is only what `path` has."""
+    (tmp_path / "site").mkdir(exist_ok=True)
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if name not in ("PATH", "PYTHONPATH", "TRITON_INTERPRET")}
+    # The machine's own packages stay findable when they came through PYTHONPATH.
+    places = [str(tmp_path / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = kept | {"PATH": str(path or tmp_path / "empty"), "PYTHONPATH": os.pathsep.join(places)} | environ
+    command = [sys.executable, "-m", "fluxlike", "doctor", *options]
+    return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+
+def report(done):
+    """The JSON report as (values by (section, name), statements of problems, heap)."""
+    parsed = json.loads(done.stdout)
+    assert set(parsed) == {"rows", "problems", "heap"}
+    assert all(problem["what"] and problem["remedy"].endswith(".") for problem in parsed["problems"])
+    rows = {(row["section"], row["name"]): row["value"] for row in parsed["rows"]}
+    return rows, [problem["what"] for problem in parsed["problems"]], parsed["heap"]
+
+
+def healthy(gpus=2):
+    """A machine with GPUs on which all is well."""
+    return Facts(
+        installed={"numpy": "2.3.1", "torch": "2.13.0", "triton": "3.7.1", "nvshmem4py-cu13": "0.3.1"},
+        loaded={
+            "numpy": "2.3.1",
+            "torch": "2.13.0+cu130",
+            "triton": "3.7.1",
+            "nvshmem.core": "True",
+            "cuda.bindings": "13.0.3",
+            "cuda.core": "1.2.2",
+        },
+        torch_cuda="13.0",
+        gpus=[Gpu("H", (9, 0), 141 << 30) for _ in range(gpus)],
+        peers=[[True] * gpus for _ in range(gpus)],
+        smi_gpus=[["H", "9.0", "144384 MiB", "580.65.06"] for _ in range(gpus)],
+        driver="580.65.06",
+        driver_cuda="13.0",
+        memfd=True,
+        shm=(64 << 30, 64 << 30),
+    )
+
+
+def healthy_cpu():
+    facts = healthy(0)
+    facts.smi_gpus = facts.driver = facts.driver_cuda = facts.torch_cuda = None
+    del facts.installed["nvshmem4py-cu13"], facts.loaded["nvshmem.core"]
+    return facts
+
+
+def whats(facts):
+    return [problem.what for problem in doctor.diagnose(facts)]
+
+
+def test_text(tmp_path):
+    done = run_doctor(tmp_path, FLUXLIKE_TEST_VALUE="17")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "heap: " in done.stdout
+    for line in ("FLUXLIKE_TEST_VALUE", "memfd_create", "/dev/shm", "nvshmem4py-cu13"):
+        assert sum(row.split()[:1] == [line] for row in done.stdout.splitlines()) == 1, line
+    assert str(ROOT) in done.stdout
+
+
+def test_json_says_what_runs(tmp_path):
+    import torch
+    import triton
+
+    done = run_doctor(tmp_path, "--json", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, _, heap = report(done)
+    assert torch.__version__ in rows["packages", "torch"]
+    assert rows["packages", "torch"].endswith("imports") or "imports as" in rows["packages", "torch"]
+    assert triton.__version__ in rows["packages", "triton"]
+    assert rows["environment", "CUDA_VISIBLE_DEVICES"] == ""
+    assert heap["name"] == "shm" and "no CUDA GPU" in heap["why"]
+
+
+@pytest.mark.parametrize("module", ["torch", "triton", "numpy"])
+def test_hidden_module(tmp_path, module):
+    done = run_doctor(tmp_path, "--json", TEST_HIDE=module, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1, done.stdout + done.stderr
+    _, problems, heap = report(done)
+    assert heap["name"] is None and module in heap["why"]
+    assert any(what.startswith(module) and "No module named" in what for what in problems)
+
+
+def test_hidden_module_in_text(tmp_path):
+    done = run_doctor(tmp_path, TEST_HIDE="torch,triton")
+    assert done.returncode == 1
+    assert "heap: none (" in done.stdout
+    assert done.stdout.count("problem: t") == done.stdout.count("   mend: Reinstall it") == 2
+
+
+def test_import_that_ends_the_process(tmp_path):
+    done = run_doctor(tmp_path, "--json", TEST_END="triton", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows, problems, heap = report(done)
+    assert heap["why"] == "triton cannot be imported"
+    assert "imports" in rows["packages", "torch"]
+    assert [what for what in problems if "triton" in what and "ended the process with status 77" in what]
+
+
+def test_fake_nvidia_smi(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "topology").write_text(TOPOLOGY)
+    line = "FakeChip, 9.0, 144384 MiB, 580.65.06"
+    script = folder / "nvidia-smi"
+    script.write_text(
+        f"""#!/bin/sh
+case "$*" in
+  --query-gpu=name,*) for i in 0 1 2 3; do echo "{line}"; done ;;
+  "topo -m") while IFS= read -r line; do printf '%s\\n' "$line"; done <"{folder}/topology" ;;
+  "") echo "| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0 |" ;;
+  *) exit 9 ;;
+esac
+"""
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    # pynvml would answer for the real machine.
+    done = run_doctor(tmp_path, "--json", path=folder, TEST_HIDE="pynvml", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows, problems, _ = report(done)
+    assert rows["GPUs", "driver"] == "580.65.06 (CUDA 13.0)"
+    assert rows["GPUs", "GPU 3 (nvidia-smi)"] == "FakeChip, 9.0, 144384 MiB"
+    links = {name: value.split() for (section, name), value in rows.items() if section.startswith("links, ")}
+    assert links == {"": list("0123")} | {f"GPU {i}": row for i, row in enumerate(CELLS)}
+    assert any("4 GPU(s)" in what for what in problems)
+
+
+def test_no_nvidia_smi(tmp_path):
+    rows, problems, _ = report(run_doctor(tmp_path, "--json", TEST_HIDE="pynvml", CUDA_VISIBLE_DEVICES=""))
+    assert not [name for section, name in rows if "nvidia-smi" in name or section.startswith("links, ")]
+    assert not [what for what in problems if "GPU(s)" in what]
+
+
+def test_unknown_option_and_tool():
+    for arguments in (["doctor", "--nope"], ["nope"], []):
+        done = subprocess.run(
+            [sys.executable, "-m", "fluxlike", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 2 and "usage: python -m fluxlike" in done.stderr
+
+
+def test_topology():
+    assert parse_topology(TOPOLOGY) == CELLS
+    assert parse_topology("\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\n") == [["X"]]
+    assert parse_topology("No devices were found") == []
+
+
+def test_healthy_machines():
+    assert whats(healthy()) == []
+    assert doctor.choose_heap(healthy()).name == "nvshmem"
+    assert whats(healthy_cpu()) == []
+    assert doctor.choose_heap(healthy_cpu()).name == "shm"
+
+
+def test_old_gpu():
+    facts = healthy()
+    facts.gpus[1] = Gpu("V100", (7, 0), 16 << 30)
+    assert [what for what in whats(facts) if "sm_80" in what and "1 (V100, sm_70)" in what and "0 (" not in what]
+    assert doctor.choose_heap(facts).name == "shm"
+    facts.gpus[1] = Gpu("A100", (8, 0), 80 << 30)
+    assert whats(facts) == []
+
+
+def test_no_peer_access():
+    facts = healthy(3)
+    facts.peers[2][0] = False
+    assert whats(facts) == ["no peer access between GPUs 2->0"]
+    assert doctor.choose_heap(facts).name == "shm"
+    values = [row.value.split() for row in doctor.describe(facts) if row.section == "peer access"]
+    assert values == [["0", "1", "2"], ["yes"] * 3, ["yes"] * 3, ["NO", "yes", "yes"]]
+
+
+def test_no_nvshmem_on_gpus():
+    facts = healthy()
+    del facts.loaded["nvshmem.core"]
+    facts.broken["nvshmem.core"] = "it ended the process with status 255"
+    assert len(whats(facts)) == 1 and "nvshmem.core" in whats(facts)[0] and "status 255" in whats(facts)[0]
+    assert "[cu13]" in doctor.diagnose(facts)[0].remedy
+    heap = doctor.choose_heap(facts)
+    assert heap.name == "shm" and "heap='shm'" in heap.why
+
+
+def test_what_was_not_tried_is_not_blamed():
+    facts = Facts(installed={"triton": "3.7.1"}, loaded={"numpy": "2.3.1"}, memfd=True)
+    facts.broken = {"torch": "it ended the process with status -11", "triton": f"{NOT_TRIED} after torch"}
+    assert [what.split()[0] for what in whats(facts)] == ["torch"]
+    assert doctor.choose_heap(facts).name is None
+
+
+def test_no_memfd():
+    facts = healthy_cpu()
+    facts.memfd = False
+    assert doctor.choose_heap(facts).name is None
+    assert len(whats(facts)) == 1 and "memfd_create" in whats(facts)[0]
+    facts = healthy()
+    facts.memfd = False
+    assert doctor.choose_heap(facts).name == "nvshmem" and whats(facts) == []
+
+
+def test_old_python():
+    facts = healthy()
+    facts.python = (3, 10)
+    assert doctor.choose_heap(facts).name is None
+    assert whats(facts) == ["Python 3.10 is older than 3.11"]
+
+
+def test_interpreter_of_old_triton_and_new_numpy():
+    facts = healthy_cpu()
+    facts.installed["triton"] = facts.loaded["triton"] = "3.6.0"
+    assert whats(facts) == [] and doctor.choose_heap(facts).name == "shm"
+    facts.installed["numpy"] = facts.loaded["numpy"] = "2.4.0"
+    assert len(whats(facts)) == 1 and "interpreter" in whats(facts)[0]
+    assert doctor.choose_heap(facts).name is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda f: f.loaded.update(torch="2.9.1"), "torch 2.9.1 is outside the tested range"),
+        (lambda f: f.loaded.update(triton="3.8.0"), "triton 3.8.0 is outside the tested range"),
+        (lambda f: f.loaded.update(torch="2.12.0"), "torch 2.13.0 is installed, but the import finds 2.12.0"),
+        (lambda f: f.installed.update({"nvshmem4py-cu12": "0.3.1"}), "both installed"),
+        (lambda f: setattr(f, "torch_cuda", "12.8"), "nvshmem4py-cu13 does not fit torch"),
+        (lambda f: setattr(f, "driver_cuda", "12.4"), "the driver supports CUDA 12.4"),
+        (lambda f: f.libraries.update(libcudart=["/a/libcudart.so.12", "/b/libcudart.so.13"]), "2 copies of libcudart"),
+        (
+            lambda f: (
+                f.installed.update({"nvidia-nvshmem-cu13": "3.4.5"}),
+                f.folders.update({"nvidia-nvshmem-cu13": "/env/lib"}),
+                f.libraries.update(libnvshmem_host=["/usr/local/libnvshmem_host.so.3"]),
+            ),
+            "loaded from elsewhere: /usr/local",
+        ),
+        (
+            lambda f: (f.installed.update({"nvidia-nccl-cu13": "2.29.7"}), setattr(f, "nccl", "2.20.5")),
+            "nvidia-nccl-cu13 2.29.7 is installed, but NCCL 2.20.5 is loaded",
+        ),
+        (lambda f: setattr(f, "shm", (64 << 20, 64 << 20)), "/dev/shm has 0.06 GiB"),
+        (lambda f: f.environ.update(TRITON_INTERPRET="1"), "TRITON_INTERPRET is set"),
+    ],
+)
+def test_disagreements(change, said):
+    facts = healthy()
+    change(facts)
+    assert [what for what in whats(facts) if said in what], whats(facts)
+    assert doctor.choose_heap(facts).name == "nvshmem"
+
+
+def test_library_in_its_place_is_fine():
+    facts = healthy()
+    facts.installed["nvidia-nvshmem-cu13"] = "3.4.5"
+    facts.folders["nvidia-nvshmem-cu13"] = "/env/lib"
+    facts.libraries["libnvshmem_host"] = ["/env/lib/nvidia/nvshmem/lib/libnvshmem_host.so.3"]
+    assert whats(facts) == []
