@@ -19,7 +19,18 @@ _HOME = {
     "ag_gemm": "ops.ag_gemm",
     "reference": "ops",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "PeerTimeout",
+    "__version__",
+    "ag_gemm",
+    "create_ag_gemm_context",
+    "create_gemm_rs_context",
+    "finalize",
+    "gemm_rs",
+    "init",
+    "is_initialized",
+    "reference",
+]
 
 if TYPE_CHECKING:
     from .ops import reference

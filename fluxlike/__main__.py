@@ -17,9 +17,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="tools:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TOOLS.items()),
     )
-    parser.add_argument(
-        "tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more"
-    )
+    parser.add_argument("tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the tool's own arguments")
     asked = parser.parse_args(argv)
     return importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)

@@ -68,11 +68,16 @@ base_python() {
   die "no Python 3.11 to 3.13 with venv and ensurepip is on PATH; install one (on Debian or Ubuntu: apt install python3-venv) or set FLUXLIKE_PYTHON."
 }
 
+# What .venv was made from: the part of pyproject.toml that decides on packages, and the extra.
+recipe() {
+  echo "$(sed '/^\[tool\./,$d' "$ROOT/pyproject.toml" | cksum) $EXTRA"
+}
+
 venv_ready() {
   local have want
   [ -f "$STAMP" ] && "$VENV/bin/python" -c '' 2>/dev/null || return 1
   have=$(cat "$STAMP")
-  want="$(cksum <"$ROOT/pyproject.toml") $EXTRA"
+  want=$(recipe)
   # Without a GPU any extra serves, so that a home shared with GPU machines keeps their set-up.
   [ "$have" = "$want" ] || { [ "$EXTRA" = cpu ] && [ "${have% *}" = "${want% *}" ]; }
 }
@@ -90,7 +95,7 @@ make_venv() {
   "$base" -m venv "$VENV" >&2 || die "$base -m venv failed; set FLUXLIKE_PYTHON to a Python that has the packages."
   (cd "$ROOT" && "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -e ".[$EXTRA,test]" >&2) ||
     die "pip could not install the packages (see above); mend that and run again, or set FLUXLIKE_PYTHON to a Python that has them."
-  echo "$(cksum <"$ROOT/pyproject.toml") $EXTRA" >"$STAMP"
+  recipe >"$STAMP"
 }
 
 # Two launches at once must not both set up: the second waits for the first. The lock is on the directory itself.

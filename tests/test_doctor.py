@@ -188,9 +188,7 @@ def test_no_nvidia_smi(tmp_path):
 
 def test_unknown_option_and_tool():
     for arguments in (["doctor", "--nope"], ["nope"], []):
-        done = subprocess.run(
-            [sys.executable, "-m", "fluxlike", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
-        )
+        done = subprocess.run([sys.executable, "-m", "fluxlike", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2 and "usage: python -m fluxlike" in done.stderr
 
 

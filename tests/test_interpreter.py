@@ -104,7 +104,7 @@ def nested_kernel(x, out, n, scale, flag, BLOCK: tl.constexpr, BY: tl.constexpr 
     if tl.program_id(0) == 0:
         tl.store(out + BLOCK, tl.sum(tl.where(mask, value, 0.0)))
         tl.store(out + BLOCK + 1, value.max(0))
-    place = OFFSET + n
+    place = (OFFSET + n).to(tl.int64)
     tl.store(out + BLOCK - 2 + place - n, n)
 
 
@@ -164,7 +164,7 @@ def test_interpreted_function_of_triton_is_accepted():
 
 
 def test_under_the_switch_for_the_whole_process():
-    """With TRITON_INTERPRET=1 every @triton.jit makes an InterpretedFunction, triton's own device functions included."""
+    """With TRITON_INTERPRET=1 every @triton.jit makes an InterpretedFunction, also those of Triton itself."""
     this = (
         "test_arguments_defaults_and_nested_functions or bit_for_bit or dot_sums or reductions or restored or stops_the"
     )
@@ -349,6 +349,19 @@ def test_dot_sums_in_float32(dtype):
     assert ((c - exact).abs() <= bound).all()
     assert torch.equal(d, c.to(dtype))
     assert (c - exact).abs().max() < 1e-3
+
+
+def test_dot_into_float16_rounds_once():
+    @triton.jit
+    def kernel(out, K: tl.constexpr):
+        twos = tl.where(tl.arange(0, K)[None, :] == 0, 2.0, tl.full((16, K), 1.0, tl.float32)).to(tl.float16)
+        ones = tl.full((K, 16), 1.0, tl.float16)
+        total = tl.dot(twos, ones, tl.full((16, 16), 1.0, tl.float16), out_dtype=tl.float16)
+        tl.store(out + tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :], total)
+
+    out = torch.empty(16, 16, dtype=torch.float16)
+    run(kernel, 1, out, 2048)  # 2049 + 1; in float16 2049 is 2048, and 2048 + 1 is 2048
+    assert out.eq(2050).all()
 
 
 @triton.jit
@@ -554,22 +567,25 @@ def test_ctrl_c_ends_programs_that_wait(programs):
     same(before, state_of_triton())
 
 
-def test_ctrl_c_when_the_first_program_is_done():
+@pytest.mark.parametrize("polite", [True, False])
+def test_ctrl_c_when_the_first_program_is_done(polite):
     @triton.jit
-    def kernel(begun, flag):
+    def kernel(begun, flag, POLITE: tl.constexpr):
         if tl.program_id(0) == 0:  # gives way once, then ends, so that its thread waits for the others
             while tl.atomic_add(begun, 0) == 0:
                 pause()
         else:
             tl.atomic_add(begun, 1)
+            pause()
             while tl.atomic_add(flag, 0) == 0:
-                pause()
+                if POLITE:
+                    pause()
 
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     start = time.perf_counter()
     with pytest.raises(KeyboardInterrupt):
-        run(kernel, 3, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
+        run(kernel, 3, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), polite)
     assert time.perf_counter() - start < 2
     assert threading.active_count() == 1
 

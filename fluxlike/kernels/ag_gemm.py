@@ -1,12 +1,45 @@
-"""AllGather + GEMM in one persistent kernel.
+"""AllGather + GEMM in one persistent kernel. This docstring is its design record.
 
-draft
+What it computes, on rank r of R, with W = weight::
+
+    x      [rows, K]     this rank's rows of the input, chunk r as torch.chunk splits M
+    W      [N_r, K]      this rank's rows of the weight (or the same stored as [K, N_r])
+    out    [M, N_r]      all_gather(x) · Wᵀ (+ bias [N_r])
+
+Order of work. A program takes its tiles of the own shard first, read in place from x, then those of shards r+1, r+2, …, r-1
+as they arrive in this rank's slot set ``gathered`` [2, R·chunk_rows, ld] (ld: K rounded up to 16). Every owner s sends to s-1
+first, then s-2, …: the order in which the consumers want it, and at any time every rank receives from a different one.
+
+Who carries the shards:
+
+* COPY_ENGINE: program 0 collects the credits and lets the side stream go; copy engines push the shard to the peers, each copy
+  followed by the peer's ``full`` word. The credits are not waited for by the stream itself, because a stream wait cannot run out
+  and this kernel always ends.
+* else: all programs push the shard by vector stores before their first tile (`push_shard`), in pieces with a flag each.
+
+Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
+
+* (A) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the peer, by this rank's side stream after its copy → ``wait_rows``. The last
+  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, piece] = epoch`` (release) at the peer
+  → ``wait_rows`` for ``>= epoch``. Never reset.
+* (B) ``go = 1`` (release) by program 0 → cuStreamWaitValue32 of this rank's side stream, which resets it to 0.
+* (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
+* (D) the end of the call: the last program advances the epoch and gives the credits.
+
+Soundness is argued as in `gemm_rs`: written only after (C), read only after (A), words reset before (D).
+
+Several weights share one gather: one launch each, FIRST sends, LAST ends the call. ``ag_collect_kernel`` copies the gathered input
+out for the caller; it then is the launch that ends the call.
+
+Numerics. fp32 accumulation, one rounding; nothing depends on the order of arrival.
+
+Measured: docs/performance.md.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import load_a, load_b, store_block
+from .blocks import load_a, load_b, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, wait, wait_credits
 from .tiles import own_tile, remote_tile
@@ -14,10 +47,10 @@ from .tiles import own_tile, remote_tile
 
 @triton.jit
 def push_shard(
-    x, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, slot_stride, chunk_rows, tiles_m, max_pieces,
+    x, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, tiles_m, max_flags,
     R: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
 ):  # fmt: skip
-    """This rank's rows to every peer's slot ``rank``, by vector stores; the nearest consumer first.
+    """This rank's rows to every peer's slot ``rank``, by vector stores; the nearest consumer first. Sends (A).
 
     A task is one PIECE (a range of columns) of one row of tiles for one peer; each has a flag of its own at the peer, so
     that a tile waits for just the rows it reads and the tasks are many enough to keep every program busy.
@@ -28,7 +61,8 @@ def push_shard(
         peer = (rank + R - 1 - task // per_peer) % R
         tile_m = (task % per_peer) // PIECES
         piece = task % PIECES
-        there = peer_address(gathered_ptr, ctl, rank, peer) + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * chunk_rows * ld
+        slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * chunk_rows * ld
+        there = peer_address(gathered_ptr, ctl, rank, peer) + slot_start
         first = piece * width
         last = tl.minimum(first + width, K)
         for row in range(tile_m * BM, tl.minimum(tile_m * BM + BM, rows), PUSH_BM):
@@ -38,12 +72,15 @@ def push_shard(
                 inside = (r[:, None] < rows) & (ks[None, :] < last)
                 block = tl.load(x + r[:, None].to(tl.int64) * stride_x + ks[None, :], mask=inside)
                 tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], block, mask=inside)
-        flag = peer_address(flags, ctl, rank, peer) + rank * max_pieces + tile_m * PIECES + piece
+        flag = peer_address(flags, ctl, rank, peer) + rank * max_flags + tile_m * PIECES + piece
         publish_set(flag, epoch, False)
 
 
 @triton.jit
-def end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R: tl.constexpr, S: tl.constexpr, COPY_ENGINE: tl.constexpr):
+def end_call(
+    full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows,
+    R: tl.constexpr, S: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
     """The last program takes back the copy engines' flags of this call and gives the credits.
 
     It waits for every flag first: a rank without columns has no tile that waits, and a flag that arrived after its reset
@@ -58,30 +95,44 @@ def end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R: tl.const
                     valid = M - source * chunk_rows - unit * unit_rows
                     wait(flag, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
                     tl.store(flag, 0)
-        finish(ctl, slot, rank, epoch, R)
+        finish(ctl, slot, rank, epoch, R)  # (D)
 
 
 @triton.jit
-def wait_rows(full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit, chunk_rows, max_pieces, R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, COPY_ENGINE: tl.constexpr):  # fmt: skip
-    """Wait for the rows of tile row ``tile_m`` of ``source``'s shard; (A) in the protocol above."""
+def wait_rows(
+    full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit, chunk_rows, max_flags,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, COPY_ENGINE: tl.constexpr,
+):  # fmt: skip
+    """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard."""
     valid = M - source * chunk_rows - tile_m * BM
     if COPY_ENGINE:
         wait(full + (slot * R + source) * S + unit, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
     else:
-        flag = flags + source * max_pieces + tile_m * PIECES
+        flag = flags + source * max_flags + tile_m * PIECES
         for piece in tl.static_range(PIECES):
             wait(flag + piece, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "rows", "chunk_rows"])
+_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags", "chunk_rows", "rows", "rank", "slot"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
     x, x_ptr, gathered, gathered_ptr, w, bias, out, go, full, flags, ctl,
-    M, N, K, stride_x, stride_w, stride_out, ld, slot_stride, max_pieces,
+    M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
     chunk_rows, rows, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
+
+    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other.
+    """
+    N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
+    ld = sixteens(ld)
+    set_elements = sixteens(set_elements)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(ctl + EPOCH) + 1
@@ -96,13 +147,13 @@ def ag_gemm_kernel(
     if FIRST and R > 1:
         if COPY_ENGINE:
             if program == 0:
-                wait_credits(ctl, slot, rank, R)
-                publish_set(go, 1, False)
+                wait_credits(ctl, slot, rank, R)  # (C)
+                publish_set(go, 1, False)  # (B)
         else:
-            wait_credits(ctl, slot, rank, R)
+            wait_credits(ctl, slot, rank, R)  # (C)
             push_shard(
-                x_ptr, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, slot_stride, chunk_rows,
-                tl.cdiv(rows, BM), max_pieces, R, BM, PIECES, PUSH_BM, PUSH_BK,
+                x_ptr, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
+                tl.cdiv(rows, BM), max_flags, R, BM, PIECES, PUSH_BM, PUSH_BK,
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)
@@ -122,22 +173,25 @@ def ag_gemm_kernel(
         if TMA_OUT:
             out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
-            here = out + rank.to(tl.int64) * chunk_rows * stride_out
-            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, stride_out, BM, BN)
+            here = out + rank.to(tl.int64) * chunk_rows * N
+            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, N, BM, BN)
 
     remote_tiles = per_chunk * (R - 1)
     first = (program - own_tiles % programs + programs) % programs
     done = first - programs
     for tile in tl.range(first, remote_tiles, programs, flatten=True):
         source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
-        wait_rows(full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_pieces, R, S, BM, PIECES, COPY_ENGINE)
+        wait_rows(
+            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
+            R, S, BM, PIECES, COPY_ENGINE,
+        )  # fmt: skip
         tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
             if TMA:
                 a = tl.reshape(gathered.load([slot, source * chunk_rows + tile_m * BM, k * BK]), (BM, BK))
             else:
-                there = gathered_ptr + slot.to(tl.int64) * slot_stride
+                there = gathered_ptr + slot.to(tl.int64) * set_elements
                 a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, M, K, ld, BM, BK, False)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -149,24 +203,27 @@ def ag_gemm_kernel(
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
-            here = out + source.to(tl.int64) * chunk_rows * stride_out
+            here = out + source.to(tl.int64) * chunk_rows * N
             valid = tl.minimum(chunk_rows, M - source * chunk_rows)
-            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, stride_out, BM, BN)
+            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
 
     if LAST:
         end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE)
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "chunk_rows"])
+@triton.jit(do_not_specialize=["M", "K", "stride_x", "ld", "set_elements", "max_flags", "chunk_rows", "rank", "slot"])
 def ag_collect_kernel(
-    x, gathered, out, full, flags, ctl, M, K, stride_x, ld, slot_stride, max_pieces, chunk_rows, rank, slot,
+    x, gathered, out, full, flags, ctl, M, K, stride_x, ld, set_elements, max_flags, chunk_rows, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, COPY_BM: tl.constexpr, COPY_BK: tl.constexpr,
-    COPY_ENGINE: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The gathered input out of the slots into the caller's tensor out [M, K], after the products; then the call ends.
 
     A kernel and not a copy by the host, because an in-kernel call chooses its slot set on the device.
     """
+    _, K, stride_x, _ = vectorised(16, K, stride_x, 16, VEC)
+    ld = sixteens(ld)
+    set_elements = sixteens(set_elements)
     epoch = tl.load(ctl + EPOCH) + 1
     if not COPY_ENGINE:
         slot = (epoch & 1).to(tl.int32)
@@ -175,13 +232,16 @@ def ag_collect_kernel(
     for task in range(tl.program_id(0), tiles_m * R, tl.num_programs(0)):
         source = (rank + task // tiles_m) % R
         tile_m = task % tiles_m
-        there = gathered + slot.to(tl.int64) * slot_stride + source.to(tl.int64) * chunk_rows * ld
+        there = gathered + slot.to(tl.int64) * set_elements + source.to(tl.int64) * chunk_rows * ld
         pitch = ld
         if source == rank:
             there = x
             pitch = stride_x
         else:
-            wait_rows(full, flags, ctl, M, epoch, slot, rank, source, tile_m, tile_m // unit_tiles_m, chunk_rows, max_pieces, R, S, BM, PIECES, COPY_ENGINE)
+            wait_rows(
+                full, flags, ctl, M, epoch, slot, rank, source, tile_m, tile_m // unit_tiles_m, chunk_rows, max_flags,
+                R, S, BM, PIECES, COPY_ENGINE,
+            )  # fmt: skip
         rows = tl.minimum(chunk_rows, M - source * chunk_rows)
         here = out + source.to(tl.int64) * chunk_rows * K
         for row in range(tile_m * BM, tl.minimum(tile_m * BM + BM, rows), COPY_BM):

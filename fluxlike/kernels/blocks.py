@@ -9,6 +9,21 @@ import triton.language as tl
 
 
 @triton.jit
+def vectorised(N, K, stride_x, stride_w, VEC: tl.constexpr):
+    """The same numbers, known to the compiler as multiples of 16 if VEC: blocks then move in 16-byte vectors."""
+    if VEC:
+        return sixteens(N), sixteens(K), sixteens(stride_x), sixteens(stride_w)
+    else:
+        return N, K, stride_x, stride_w
+
+
+@triton.jit
+def sixteens(number):
+    """A multiple of 16, so that the compiler sees it: ``tl.multiple_of`` does nothing for a kernel's own argument."""
+    return number // 16 * 16
+
+
+@triton.jit
 def load_a(x, row, k, M, K, stride_x, BM: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr):
     """Block [BM, BK] of the left operand x [M, K]; zero outside."""
     if TMA:
@@ -40,7 +55,7 @@ def load_b(w, column, k, N, K, stride_w, BN: tl.constexpr, BK: tl.constexpr, TMA
 
 @triton.jit
 def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
-    """Left and right half of a tile, without moving data between threads' columns twice."""
+    """Left and right half of a tile."""
     return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
 
 

@@ -1,12 +1,59 @@
-"""GEMM + ReduceScatter in one persistent kernel.
+"""GEMM + ReduceScatter in one persistent kernel. This docstring is its design record.
 
-draft
+What it computes, on rank r of R, with W = weight::
+
+    x      [M, K_r]      this rank's columns of the input
+    W      [N, K_r]      this rank's columns of the weight (or the same stored as [K_r, N])
+    out    [rows, N]     chunk r, as torch.chunk splits M, of  Σ_s x_s · W_sᵀ (+ bias [N])
+
+Order of work. A program (one a multiprocessor) takes tiles program, program + P, … of the other ranks' chunks, in the order
+r+1, r+2, …, r-1, then the tiles of the own chunk. What must travel is computed first, every rank sends to a different owner
+at any time, and the own chunk gives the wire time to deliver what the sum needs.
+
+Where partial sums travel. Rank r's partial of chunk d goes to rank d's *slot* r: rows [r·pitch, r·pitch + rows_d) of slot set
+``slot`` of d's ``stage`` [2, R·pitch, ld] (pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots can always
+be read and written in whole vectors).
+
+* COPY_ENGINE: the tile is stored to ``local`` [R·pitch, ld] on this GPU and counted in ``ready[unit]``; a side stream waits for
+  the count, lets a copy engine push the unit into the owner's slot and writes the owner's ``full`` word (`ops.gemm_rs`).
+* else: the tile is stored straight into the owner's slot, by vector stores, and its flag set there.
+
+Protocol; every signal names the wait it pairs with, (C) and (D) are shared by both transports and live in `sync`:
+
+* (A) ``ready[unit] += 1`` (release) in the remote phase → cuStreamWaitValue32 on this rank's side stream, which resets it to 0.
+  The stream wait cannot run out, but this kernel always ends, and then every unit is counted.
+* (B) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the owner, by this rank's side stream after its copy → ``wait`` in the own
+  phase. The last program of the call resets the words of its slot set, when all its tiles have seen them.
+  Else: ``flags[r, tile] = epoch`` (release) at the owner → ``wait`` for ``>= epoch`` in the own phase. Never reset.
+* (C) the credits: before its first store to a slot set, a call waits until each peer has finished the call that last used it.
+* (D) the end of the call: the last program advances the epoch and gives the credits.
+
+Why it is sound. A slot is written only after (C), so after its last reader is done; it is read only after (B), so after its
+writer is done. (B)'s words are reset before (D), and written again only after (C) of a later call. Flags are never reset, so
+one that is too large means only that its writer is further on; it then has written this call's tile as well, to a slot set that
+it may not touch again before (D) of this call. All numbers are on the device, so calls may be replayed by a CUDA graph; the
+copy engine's slot set is frozen at capture and only the credits make that right: a graph with an odd number of calls waits, once
+a replay, for its peers to have finished the last call.
+
+The deferred signal. A tile is published after the main loop of the *next* tile: by then its store has drained, so the drain
+costs nothing. The first publication of a program goes to a word that nobody reads, which spares the pipelined loop a branch.
+
+Numerics. fp32 accumulation; own partial in fp32 registers, the others rounded to the dtype for the way; sum in the order own,
+r+1, r+2, …, with the bias added to the own partial, all in fp32 and rounded once. The order depends on the rank only, so
+repeats give the same bits.
+
+Hazards met, kept away by the code: ``tl.debug_barrier`` in a flattened loop loses pipelining (`lang.cta_barrier`); TMA stores are
+drained explicitly (`lang.drain_stores`); TMA loads after an acquire need a proxy fence (`lang.tma_acquire`); an integer argument
+that equals 1 would become a constant on one rank only, and each that is a multiple of 16 another variant to compile: none is
+specialised (``do_not_specialize``), and VEC says at once that all sizes and strides are multiples of 16.
+
+Measured: docs/performance.md.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import halves, load_a, load_b, store_block
+from .blocks import halves, load_a, load_b, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import (
     EPOCH,
@@ -24,7 +71,14 @@ from .tiles import own_tile, remote_tile
 
 
 @triton.jit
-def add_partials(acc, stage, slot, pitch, row, column, rank, rows, N, ld, slot_stride, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr):
+def add_partials(
+    acc, stage, slot, pitch, row, column, rank, rows, ld, set_elements,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """acc + the peers' partials of the block at (row, column) of this rank's chunk, in the order r+1, r+2, ….
+
+    By TMA where there is TMA: plain loads in the layout of the accumulator cost 13 % of the whole operation on an H200.
+    """
     for step in tl.static_range(1, R):
         source = (rank + step) % R
         if TMA:
@@ -32,37 +86,48 @@ def add_partials(acc, stage, slot, pitch, row, column, rank, rows, N, ld, slot_s
         else:
             r = row + tl.arange(0, BM)
             c = column + tl.arange(0, BN)
-            at = stage + slot.to(tl.int64) * slot_stride + (source * pitch + r)[:, None].to(tl.int64) * ld + c[None, :]
-            acc += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < N), other=0.0).to(tl.float32)
+            at = stage + slot.to(tl.int64) * set_elements + (source * pitch + r)[:, None].to(tl.int64) * ld + c[None, :]
+            acc += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < ld), other=0.0).to(tl.float32)
     return acc
 
 
-@triton.jit(do_not_specialize=["rank", "slot", "rows", "chunk_rows", "pitch"])
+_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags", "chunk_rows", "rows", "pitch", "rank", "slot"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_kernel(
     x, w, bias, out, local, stage, stage_ptr, ready, full, flags, ctl,
-    M, N, K, stride_x, stride_w, ld, slot_stride, max_tiles,
+    M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
     chunk_rows, rows, pitch, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
+    """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
+
+    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other.
+    """
+    N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
+    ld = sixteens(ld)
+    set_elements = sixteens(set_elements)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(ctl + EPOCH) + 1
-    if not COPY_ENGINE:
+    if COPY_ENGINE:
+        previous = (ctl + SCRATCH).to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        previous = ctl + SCRATCH
         slot = (epoch & 1).to(tl.int32)
     unit_tiles_m = pitch // (BM * S)
     tiles_n = tl.cdiv(N, BN)
     per_chunk = unit_tiles_m * S * tiles_n
     k_tiles = tl.cdiv(K, BK)
     dtype = stage_ptr.dtype.element_ty
-    if R > 1:
-        wait_credits(ctl, slot, rank, R)
+    wait_credits(ctl, slot, rank, R)  # (C)
+
+    # ---- the other ranks' chunks ------------------------------------------------------------------------------------
     remote_tiles = per_chunk * (R - 1)
     done = program - programs
-    if COPY_ENGINE:
-        previous = (ctl + SCRATCH).to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
-        previous = ctl + SCRATCH
     for tile in tl.range(program, remote_tiles, programs, flatten=True):
         owner, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
         row = owner * chunk_rows + tile_m * BM
@@ -71,28 +136,30 @@ def gemm_rs_kernel(
             a = load_a(x, row, k * BK, M, K, stride_x, BM, BK, TMA)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = tl.dot(a, b, acc, input_precision="ieee")
-        # recomputed so that the pipelined loop carries one number and not four
+        # computed again rather than carried: the pipelined loop runs ahead of the epilogue
         done += programs
         owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
         if COPY_ENGINE:
-            publish_add(previous, TMA)
+            publish_add(previous, TMA)  # (A)
             if TMA:
                 local.store([owner * pitch + tile_m * BM, tile_n * BN], acc.to(dtype))
             else:
-                store_block(local, acc.to(dtype), owner * pitch + tile_m * BM, tile_n * BN, R * pitch, N, ld, BM, BN)
+                store_block(local, acc.to(dtype), owner * pitch + tile_m * BM, tile_n * BN, R * pitch, ld, ld, BM, BN)
             previous = ready + unit
         else:
-            publish_set(previous, epoch, False)
-            there = peer_address(stage_ptr, ctl, rank, owner) + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * pitch * ld
+            publish_set(previous, epoch, False)  # (B)
+            slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
+            there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
             valid = tl.minimum(chunk_rows, M - owner * chunk_rows)
-            store_block(there, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, ld, BM, BN)
-            previous = peer_address(flags, ctl, rank, owner) + rank * max_tiles + tile_m * tiles_n + tile_n
+            store_block(there, acc.to(dtype), tile_m * BM, tile_n * BN, valid, ld, ld, BM, BN)
+            previous = peer_address(flags, ctl, rank, owner) + rank * max_flags + tile_m * tiles_n + tile_n
     if R > 1:
         if COPY_ENGINE:
-            publish_add(previous, TMA)
+            publish_add(previous, TMA)  # (A)
         else:
-            publish_set(previous, epoch, False)
+            publish_set(previous, epoch, False)  # (B)
 
+    # ---- the own chunk ----------------------------------------------------------------------------------------------
     own_tiles = tl.where(rows > 0, per_chunk, 0)
     first = (program - remote_tiles % programs + programs) % programs
     done = first - programs
@@ -107,31 +174,36 @@ def gemm_rs_kernel(
         tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
         row = tile_m * BM
         column = tile_n * BN
-        for step in tl.static_range(1, R):
+        for step in tl.static_range(1, R):  # (B)
             source = (rank + step) % R
             if COPY_ENGINE:
-                wait(full + (slot * R + source) * S + unit, tl.where(row < rows, 1, 0), ctl, rank, WAIT_PARTIAL, source, R)
+                signal = full + (slot * R + source) * S + unit
+                wait(signal, tl.where(row < rows, 1, 0), ctl, rank, WAIT_PARTIAL, source, R)
             else:
-                wait(flags + source * max_tiles + tile_m * tiles_n + tile_n, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
+                signal = flags + source * max_flags + tile_m * tiles_n + tile_n
+                wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
         tma_acquire(TMA)
         if HAS_BIAS:
             columns = column + tl.arange(0, BN)
             acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        # by halves, so that accumulator and partial fit in registers together
         left, right = halves(acc, BM, BN)
-        left = add_partials(left, stage, slot, pitch, row, column, rank, rows, N, ld, slot_stride, R, BM, BN // 2, TMA)
+        HALF: tl.constexpr = BN // 2
+        left = add_partials(left, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
         if TMA_OUT:
             out.store([row, column], left.to(dtype))
         else:
-            store_block(out, left.to(dtype), row, column, rows, N, N, BM, BN // 2)
-        right = add_partials(right, stage, slot, pitch, row, column + BN // 2, rank, rows, N, ld, slot_stride, R, BM, BN // 2, TMA)
+            store_block(out, left.to(dtype), row, column, rows, N, N, BM, HALF)
+        column += HALF
+        right = add_partials(right, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
         if TMA_OUT:
-            out.store([row, column + BN // 2], right.to(dtype))
+            out.store([row, column], right.to(dtype))
         else:
-            store_block(out, right.to(dtype), row, column + BN // 2, rows, N, N, BM, BN // 2)
+            store_block(out, right.to(dtype), row, column, rows, N, N, BM, HALF)
 
+    # ---- the end of the call ----------------------------------------------------------------------------------------
     if is_last_program(ctl):
         if COPY_ENGINE:
-            for source in range(R):
-                for unit in range(S):
-                    tl.store(full + (slot * R + source) * S + unit, 0)
-        finish(ctl, slot, rank, epoch, R)
+            for word in range(R * S):
+                tl.store(full + slot * R * S + word, 0)
+        finish(ctl, slot, rank, epoch, R)  # (D)

@@ -90,7 +90,9 @@ def ag_gemm(
     weights: list[torch.Tensor] = list(weight) if several else [weight]  # type: ignore[list-item]
     biases: list[torch.Tensor | None] = list(bias) if validate.is_tensor_list(bias) else [bias] * len(weights)  # type: ignore
     if not weights or len(biases) != len(weights):
-        raise ValueError(f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight and one bias (or None) each")
+        raise ValueError(
+            f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
+        )
     for w, b in zip(weights, biases, strict=True):
         validate.operands("ag_gemm", x_shard, w, b)
     control = ctx.control if isinstance(ctx, AGGemmContext) else resolve(group)
@@ -98,8 +100,8 @@ def ag_gemm(
     m = rows * ranks if m is None else m
     if rows_of(m, ranks, control.rank) != rows:
         raise ValueError(
-            f"ag_gemm: this rank holds {rows} of m={m} rows, torch.chunk gives rank {control.rank} of {ranks} {rows_of(m, ranks, control.rank)}; "
-            "split the rows as torch.chunk does and pass m, the rows of all ranks together"
+            f"ag_gemm: this rank holds {rows} of m={m} rows, and torch.chunk gives rank {control.rank} of {ranks} "
+            f"{rows_of(m, ranks, control.rank)}; split the rows as torch.chunk does and pass m, the rows of all ranks together"
         )
     if ctx is None:
         ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group)
@@ -111,8 +113,8 @@ def ag_gemm(
     else:
         for z, b in zip(results, biases, strict=True):
             z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
-    z = results if several else results[0]
-    return (z, gathered) if return_gathered else z
+    result: Any = results if several else results[0]
+    return (result, gathered) if return_gathered else result
 
 
 def _run(
@@ -123,7 +125,7 @@ def _run(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    m, (rows, k), ranks = results[0].shape[0], x.shape, ctx.size
+    m, k, ranks = results[0].shape[0], x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
     ld = tiling.round_up(k, 16)
     transport = ctx.choose(full * ld * x.element_size())
@@ -166,13 +168,13 @@ def _launch_gemm(
     result: Any = TensorDescriptor(z, [m, n], [n, 1], [tile.bm, tile.bn]) if tma_out else z
     args = (
         *operands, ctx.ctl if bias is None else bias, result, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
-        m, n, k, x.stride(0), w.stride(1) if kn else w.stride(0), n, ld, ctx.set_elements, ctx.max_flags,
+        m, n, k, x.stride(0), w.stride(1) if kn else w.stride(0), ld, ctx.set_elements, ctx.max_flags,
         full, rows, ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=PIECES,
         PUSH_BM=_push_rows(ctx), PUSH_BK=256, FIRST=first, LAST=last, COPY_ENGINE=transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, W_IS_KN=kn, HAS_BIAS=bias is not None,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, HAS_BIAS=bias is not None,
     )  # fmt: skip
     ctx.launch(ag_gemm_kernel, cdiv(full, tile.bm) * ranks * cdiv(n, tile.bn), args, constants, tile)
 
@@ -188,7 +190,14 @@ def _collect(
         slot,
     )  # fmt: skip
     constants = dict(
-        R=ctx.size, S=subs, BM=tile.bm, PIECES=PIECES, COPY_BM=_push_rows(ctx), COPY_BK=256, COPY_ENGINE=transport == "copy_engine"
+        R=ctx.size,
+        S=subs,
+        BM=tile.bm,
+        PIECES=PIECES,
+        COPY_BM=_push_rows(ctx),
+        COPY_BK=256,
+        COPY_ENGINE=transport == "copy_engine",
+        VEC=tiling.is_vectorised(16, k, x, x),
     )
     ctx.launch(ag_collect_kernel, cdiv(full, tile.bm) * ctx.size, args, constants, tile)
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import lang, sync
-from ..runtime import env, interpreter, shm, world
+from ..runtime import env, programs, shm, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import PeerTimeout
 from . import tiling
@@ -47,9 +47,7 @@ class Context:
     (calls, kernel launches, copies queued), ``group_ranks``, ``rank``, ``size``.
     """
 
-    def __init__(
-        self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int
-    ) -> None:
+    def __init__(self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int) -> None:
         """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets."""
         self.op, self.dtype, self.schedule = op, dtype, schedule
         self.world = world.current()
@@ -59,6 +57,7 @@ class Context:
         self.last_path = ""
         self.closed = False
         self._error: Exception | None = None
+        self._seen = False
         self._stream: Any = None
         self._set = 0
         ranks = self.size
@@ -116,7 +115,7 @@ class Context:
         try:
             self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
         except PeerTimeout as error:
-            self._error = error
+            self._error, self._seen = error, True
             raise
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
@@ -144,10 +143,15 @@ class Context:
         """Raise what is known now, without waiting for the device."""
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
+        if self.failure() is not None:
+            self._seen = True
+            raise self._error  # type: ignore[misc]
+
+    def failure(self) -> Exception | None:
+        """The error of a call of this context, if one is known by now and whether or not it was raised."""
         if self._error is None and int(self.report[0]) != 0:
             self._error = PeerTimeout(self._describe(*(int(word) for word in self.report[1:7])))
-        if self._error is not None:
-            raise self._error
+        return self._error
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out."""
@@ -164,8 +168,8 @@ class Context:
             )
         return (
             f"{self.op}: rank {me} waited {env.timeout_s():g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
-            f"(expected {want}, saw {seen}). Check that rank {self.group_ranks[peer]} is alive and makes the same calls in the same "
-            "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+            f"(expected {want}, saw {seen}). Check that rank {self.group_ranks[peer]} is alive and makes the same calls in the "
+            "same order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
         )
 
     def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> PeerTimeout:
@@ -178,6 +182,10 @@ class Context:
         return PeerTimeout(f"{cause}{message}")
 
     # -- closing --------------------------------------------------------------------------------------------------------
+
+    def unseen_failure(self) -> Exception | None:
+        """A failure that no call has raised yet; for finalize, after the device is done."""
+        return None if self._seen else self.failure()
 
     def close(self) -> None:
         """Give the memory back; collective over the group, and harmless when called again.
@@ -223,7 +231,8 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
     me = threading.get_ident()
     if turn == 0:
         _waits[me] = (time.monotonic(), turn)
-    interpreter.yield_program()
+    if not programs.yield_program():
+        time.sleep(min(5e-5 * (turn + 1), 1e-3))
     if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
         raise context.give_up(what, peer, want, seen)
     if turn % 64 == 63:

@@ -134,7 +134,7 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, W_IS_KN=kn, HAS_BIAS=bias is not None,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn, HAS_BIAS=bias is not None,
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
 

@@ -26,13 +26,12 @@ def gemm_rs(
 ) -> torch.Tensor:
     """`fluxlike.gemm_rs` by one fp32 product, one fp32 all-reduce and a slice."""
     validate.operands("gemm_rs", x, weight, bias)
-    group = group or (ctx.group if ctx is not None else None)
-    control = resolve(group)
+    control = resolve(group) if ctx is None else ctx.control
     m, n = x.shape[0], weight.shape[0]
     rows = rows_of(m, control.size, control.rank)
     y = validate.output("gemm_rs", out, (rows, n), x)
     total = x.float() @ weight.float().T
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total, group=control.group)
     start = control.rank * -(-m // control.size)
     mine = total[start : start + rows]
     y.copy_(mine if bias is None else mine + bias.float())
@@ -55,18 +54,17 @@ def ag_gemm(
     biases: list[torch.Tensor | None] = list(bias) if validate.is_tensor_list(bias) else [bias] * len(weights)  # type: ignore
     for w, b in zip(weights, biases, strict=True):
         validate.operands("ag_gemm", x_shard, w, b)
-    group = group or (ctx.group if ctx is not None else None)
-    control = resolve(group)
+    control = resolve(group) if ctx is None else ctx.control
     m = x_shard.shape[0] * control.size if m is None else m
     full = -(-m // control.size)
     padded = x_shard.new_zeros(full, x_shard.shape[1])
     padded[: x_shard.shape[0]] = x_shard
     parts = [torch.empty_like(padded) for _ in range(control.size)]
-    dist.all_gather(parts, padded, group=group)
+    dist.all_gather(parts, padded, group=control.group)
     gathered = torch.cat(parts)[:m]
     results = []
     for w, b in zip(weights, biases, strict=True):
         z = gathered.float() @ w.float().T
         results.append((z if b is None else z + b.float()).to(x_shard.dtype))
-    z = results if several else results[0]
-    return (z, gathered) if return_gathered else z
+    result: Any = results if several else results[0]
+    return (result, gathered) if return_gathered else result

@@ -37,7 +37,8 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
     if capability >= (9, 0) and aligned:
         if chunk_rows <= 64:
             return Tiling(64, 128, 128, 8, 4, 4, True)
-        return Tiling(128, 256 if n > 128 else 128, 64, 8, 8, 3, True)
+        wide = n > 128 and n % 16 == 0  # element-wise stores of a ragged result spill registers at 256 columns
+        return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
     if capability >= (9, 0) or capability == (8, 0):
         return Tiling(64 if chunk_rows <= 64 else 128, 128, 64, 8, 8, 3, False)
     return Tiling(64 if chunk_rows <= 64 else 128, 128, 32, 8, 8, 3, False)
@@ -47,6 +48,11 @@ def is_tma_aligned(t: torch.Tensor) -> bool:
     """A matrix with unit stride in one dimension that a TMA descriptor can address: 16-byte base and pitch, no empty side."""
     pitch = max(t.stride()) if min(t.shape) > 1 else t.shape[-1]
     return t.numel() > 0 and t.data_ptr() % 16 == 0 and (pitch * t.element_size()) % 16 == 0
+
+
+def is_vectorised(n: int, k: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """N, K and the pitches are multiples of 16 elements, so that pointer loads and stores move whole vectors."""
+    return all(value % 16 == 0 for value in (n, k, x.stride(0), max(weight.stride())))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -29,14 +29,16 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.bfloat16)")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
-            raise ValueError(f"{op}: {name} has dtype {t.dtype} and x {x.dtype}, they must be the same; use {name}.to({x.dtype})")
+            raise ValueError(f"{op}: {name} has dtype {t.dtype}, x {x.dtype}; they must be the same, use {name}.to({x.dtype})")
     if x.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"{op}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}, their second sizes (K) must be equal; weight is [N, K] as "
-            "in torch.nn.Linear, so pass weight.T if it is [K, N]"
+            f"{op}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}, their second sizes (K) must be equal; weight is "
+            "[N, K] as in torch.nn.Linear, so pass weight.T if it is [K, N]"
         )
     if bias is not None and (bias.shape[0] != weight.shape[0] or (bias.stride(0) != 1 and bias.shape[0] > 1)):
-        raise ValueError(f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}, it must be [{weight.shape[0]}] (N) and contiguous")
+        raise ValueError(
+            f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}; it must be [{weight.shape[0]}] (N), contiguous"
+        )
     if x.numel() and x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{op}: x has strides {x.stride()}, its rows must be contiguous (stride 1 along K); use x.contiguous()")
     if weight.numel() and not is_row_major(weight) and weight.stride(0) != 1 and weight.shape[0] > 1:
@@ -46,23 +48,24 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         )
 
 
-def call(
-    op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]
-) -> None:
+def call(op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
     """The call fits the context: kind, state, group, dtype, and each size (value, limit, name of the limit)."""
     if not isinstance(ctx, Context) or ctx.op != op:
-        raise ValueError(f"{op}: ctx is {getattr(ctx, 'op', type(ctx).__name__)!r}, it must come from fluxlike.create_{op}_context")
+        kind = getattr(ctx, "op", type(ctx).__name__)
+        raise ValueError(f"{op}: ctx is of {kind!r}, it must come from fluxlike.create_{op}_context")
     ctx.raise_if_failed()
     if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
         raise ValueError(
-            f"{op}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}; pass one of them, or a "
-            "context of that group"
+            f"{op}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}; pass one of them, or "
+            "a context of that group"
         )
     if x.dtype != ctx.dtype:
         raise ValueError(f"{op}: x has dtype {x.dtype} and the context {ctx.dtype}; make a context with dtype={x.dtype}")
     for name, (value, limit, argument) in sizes.items():
         if value > limit:
-            raise ValueError(f"{op}: {name}={value} is more than the context's {argument}={limit}; make a context with {argument}={value}")
+            raise ValueError(
+                f"{op}: {name}={value} is more than the context's {argument}={limit}; make a context with {argument}={value}"
+            )
 
 
 def output(op: str, out: torch.Tensor | None, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
@@ -71,8 +74,8 @@ def output(op: str, out: torch.Tensor | None, shape: tuple[int, int], like: torc
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
         raise ValueError(
-            f"{op}: out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}, it must be {shape} {like.dtype} on "
-            f"{like.device}, row-major; leave it out to get a new tensor"
+            f"{op}: out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}, it must be {shape} "
+            f"{like.dtype} on {like.device}, row-major; leave it out to get a new tensor"
         )
     return out
 

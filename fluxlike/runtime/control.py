@@ -21,6 +21,7 @@ class ControlGroup:
         self.rank: int = self.ranks.index(dist.get_rank())
         self.size: int = len(self.ranks)
         self.name: str = group.group_name
+        self.group = group
         self._twin = dist.new_group(
             self.ranks, backend="gloo", timeout=timedelta(seconds=env.timeout_s()), use_local_synchronization=True
         )
@@ -43,10 +44,10 @@ class ControlGroup:
         for index, (_, failure) in enumerate(said):
             if failure is None:
                 continue
-            if error is not None and index == self.rank:
+            if error is not None:
                 raise error
-            kind = {"ValueError": ValueError, "TypeError": ValueError}.get(failure[0], RuntimeError)
-            raise (error or kind(f"rank {self.ranks[index]} could not make this call: {failure[1]}"))
+            kind = ValueError if failure[0] == "ValueError" else RuntimeError
+            raise kind(f"rank {self.ranks[index]} failed, so no rank goes on: {failure[1]}")
         for index, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise ValueError(

@@ -4,8 +4,10 @@ import ctypes
 import queue
 import threading
 import time
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
 from . import env, interpreter, shm
@@ -61,7 +63,7 @@ class CpuCopyEngine:
 
     def wait(self, address: int, value: int) -> None:
         def job() -> None:
-            word = shm.words(address, 1, "int32")
+            word = shm.words(address, 1, np.int32)
             pause = 5e-5
             while word[0] < value and not self._cancelled.is_set():
                 time.sleep(pause)
@@ -71,7 +73,7 @@ class CpuCopyEngine:
 
     def write(self, address: int, value: int) -> None:
         def job() -> None:
-            shm.words(address, 1, "int32")[0] = value
+            shm.words(address, 1, np.int32)[0] = value
 
         self._jobs.put(job)
 

@@ -1,6 +1,7 @@
 """Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -79,8 +80,8 @@ class CudaExecutor:
         self.capability = (properties.major, properties.minor)
         if self.capability < (8, 0):
             raise RuntimeError(
-                f"{properties.name} has compute capability {properties.major}.{properties.minor}; fluxlike needs 8.0 or newer (A100, "
-                "H100 and later), or fluxlike.init(heap='shm') with CPU tensors"
+                f"{properties.name} has compute capability {properties.major}.{properties.minor}; fluxlike needs 8.0 or newer "
+                "(A100, H100 and later), or fluxlike.init(heap='shm') with CPU tensors"
             )
 
     def start(self, control: ControlGroup) -> None:

@@ -33,7 +33,8 @@ def timeout_s() -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e6:
-        raise ValueError(f"FLUXLIKE_TIMEOUT_S={text!r} is not a number of seconds above 0; unset it for {_BY_NAME['FLUXLIKE_TIMEOUT_S'].default}")
+        default = _BY_NAME["FLUXLIKE_TIMEOUT_S"].default
+        raise ValueError(f"FLUXLIKE_TIMEOUT_S={text!r} is not a number of seconds above 0; unset it for {default}")
     return value
 
 

@@ -5,8 +5,9 @@ Memory comes in *segments* that every rank of the world makes together (an NVSHM
 and close contexts at different times therefore do not disturb each other.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable, Protocol
+from typing import Protocol
 
 import torch
 

@@ -10,7 +10,7 @@ calls the kernel as Python. As shipped it cannot serve here, for five reasons, a
 * Its bfloat16 is wrong: sums and products of the bit patterns, casts that truncate. `_Builder` computes in float32 and
   rounds to nearest even.
 * It runs the programs of a grid one after the other, so a program that waits for a later one waits for ever, though
-  on a GPU both are resident. `_Grid` keeps all programs alive and passes one baton between them.
+  on a GPU both are resident. `programs.Grid` keeps all programs alive and passes one baton between them.
 * A block behind a tensor descriptor is moved element by element through a block of pointers. `_Builder` takes a strided
   view of the memory.
 * It adds the names of its own module to the globals of the kernel's module. `_interpreted` uses a closure.
@@ -28,15 +28,11 @@ import ast
 import contextlib
 import functools
 import inspect
-import itertools
-import random
 import textwrap
 import threading
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +41,9 @@ import triton.runtime.interpreter as stock
 from triton.language.semantic import TritonSemantic
 from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import programs
+from .programs import Schedule, configure, yield_program
 
 __all__ = ["Schedule", "configure", "run", "yield_program"]
 
@@ -55,12 +54,8 @@ _COMPILE_OPTIONS = frozenset(
     | {"sanitize_overflow", "default_dot_input_precision", "waves_per_eu", "matrix_instr_nonkdim", "kpack"}
 )
 _MISSING = object()
-_BRIEF = 16  # Memory operations between two yields up to which a program that stored nothing counts as spinning.
-_NAP_MIN, _NAP_MAX = 50e-6, 1e-3  # Seconds.
-_STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
 
 _run_lock = threading.Lock()
-_local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
 
 
 # bfloat16, kept by the interpreter as its bits in uint16
@@ -130,7 +125,7 @@ def _watched(name: str, effect: bool) -> Callable:
     """The builder's memory operation ``name``, preceded by a look at the schedule."""
 
     def operation(self: _Builder, *args: Any, **kwargs: Any) -> Any:
-        _before_memory(effect)
+        programs.before_memory(effect)
         return getattr(super(_Builder, self), name)(*args, **kwargs)
 
     return operation
@@ -150,11 +145,11 @@ class _Builder(stock.InterpreterBuilder):
     # Triton keeps these two in the builder; here several programs are alive at once, each in its thread.
     @property
     def grid_idx(self) -> tuple[int, int, int]:
-        return _local.program.pid
+        return programs.running().pid
 
     @property
     def grid_dim(self) -> tuple[int, int, int]:
-        return _local.program.grid.dims
+        return programs.running().grid.dims
 
     def get_bf16(self, value: float) -> Any:
         return stock.TensorHandle(_narrow(np.array([value])), tl.bfloat16)
@@ -197,7 +192,7 @@ class _Builder(stock.InterpreterBuilder):
         pad_nan = desc.padding == stock._ir.PADDING_OPTION.PAD_NAN
         if pad_nan and element.is_fp8():
             return super().create_descriptor_load(desc, indices, *policy, **policies)
-        _before_memory(effect=True)
+        programs.before_memory(effect=True)
         inside, where = _window(desc, indices)
         if inside is not None and inside.shape == tuple(desc.block_shape):
             return stock.TensorHandle(inside.copy(), element)
@@ -208,7 +203,7 @@ class _Builder(stock.InterpreterBuilder):
         return stock.TensorHandle(block, element)
 
     def create_descriptor_store(self, desc: Any, value: Any, indices: list[Any]) -> None:
-        _before_memory(effect=True)
+        programs.before_memory(effect=True)
         inside, where = _window(desc, indices)
         if inside is not None:
             inside[...] = value.data.reshape(desc.block_shape)[where]
@@ -407,194 +402,6 @@ def _patched() -> Iterator[None]:
         _restore(saved)
 
 
-# programs
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How the programs of a grid take turns; for tests that look for a schedule which breaks a protocol.
-
-    With a ``seed``, the next program is drawn at random where otherwise they go round. ``jitter`` is the probability of
-    a switch before a memory operation; where there is no program to switch to, up to ``delay`` seconds are slept, so
-    that a grid of one program, too, loses step with its peers in other processes.
-    """
-
-    seed: int | None = None
-    jitter: float = 0.0
-    delay: float = 0.0
-
-
-_schedule = Schedule()
-_launches = itertools.count()
-
-
-def configure(schedule: Schedule | None = None) -> Schedule:
-    """Use ``schedule`` (None: the default one) for the runs that follow; returns the one used so far.
-
-    Runs after the same `configure` with the same seed take the same turns, each run its own: the launches are counted.
-    """
-    global _schedule, _launches
-    previous, _schedule = _schedule, schedule or Schedule()
-    _launches = itertools.count()
-    return previous
-
-
-class _Stopped(BaseException):
-    """Unwinds a program whose grid has failed elsewhere."""
-
-
-class _Program:
-    """One program of a grid: where it stands in the grid, and the lock it sleeps on while others have the baton."""
-
-    def __init__(self, grid: _Grid, pid: tuple[int, int, int]) -> None:
-        self.grid, self.pid = grid, pid
-        self.started = False
-        self.baton = threading.Lock()
-        self.baton.acquire()
-        self.operations, self.effect = 0, False  # since its last yield
-
-
-class _Grid:
-    """The programs of one launch. All are alive together, one runs: the holder of the baton.
-
-    A thread is made only when a program yields to one that has not begun; a thread whose program is done begins the
-    next one itself. A grid without waits therefore runs in the caller's thread from beginning to end. Whatever is not
-    running and not done is in ``queue``; only the holder of the baton touches it.
-    """
-
-    def __init__(self, name: str, body: Callable[[], Any], dims: tuple[int, int, int], schedule: Schedule) -> None:
-        self.name, self.body, self.dims, self.schedule = name, body, dims, schedule
-        self.random: random.Random | None = None
-        if schedule.seed is not None or schedule.jitter:
-            launch = next(_launches)
-            self.random = random.Random(None if schedule.seed is None else f"{schedule.seed}:{launch}")
-        x, y, z = dims
-        self.queue = [_Program(self, (i, j, k)) for k in range(z) for j in range(y) for i in range(x)]
-        self.holder: _Program | None = None
-        self.spinning: set[_Program] = set()
-        self.naps = 0
-        self.failure: tuple[_Program | None, BaseException] | None = None
-        self.threads: list[threading.Thread] = []
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._work(self._next())
-            self.done.wait()
-        except BaseException as error:  # Ctrl-C while no program runs in this thread.
-            self._fail(None, error)
-            self.done.wait(_STOP_PATIENCE)
-        deadline = time.monotonic() + _STOP_PATIENCE
-        for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if self.failure is None:
-            return
-        program, cause = self.failure
-        if program is None or not isinstance(cause, Exception) or getattr(type(cause), "fluxlike_passthrough", False):
-            raise cause
-        raise RuntimeError(f"{self.name}, program {program.pid}: {type(cause).__name__}: {cause}") from cause
-
-    def switch(self, me: _Program) -> bool:
-        """Give the baton away and come back with it; False when there is nobody to give it to."""
-        if not self.queue:
-            return False
-        other = self._next()
-        self.queue.append(me)
-        self.holder = other
-        try:
-            if other.started:
-                other.baton.release()
-            else:
-                self.threads.append(threading.Thread(target=self._work, args=(other,), daemon=True))
-                self.threads[-1].start()
-            me.baton.acquire()
-        except BaseException as error:  # Ctrl-C: stop the others, then unwind when it is this program's turn.
-            self._fail(me, error)
-            if self.holder is not me and not me.baton.acquire(timeout=_STOP_PATIENCE):
-                self.queue.remove(me)
-            raise
-        if self.failure is not None:
-            raise _Stopped
-        return True
-
-    def spin(self, me: _Program) -> bool:
-        """`switch` for a wait that found nothing; naps first if all programs do nothing but that.
-
-        The ranks of a CPU machine outnumber its cores, and the one that could end the wait needs the core.
-        """
-        if self.failure is not None:
-            raise _Stopped
-        if not self.queue:
-            return False
-        if me.effect or me.operations > _BRIEF:
-            self.spinning.clear()
-            self.naps = 0
-        me.operations, me.effect = 0, False
-        self.spinning.add(me)
-        if len(self.spinning) > len(self.queue):
-            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), _NAP_MAX))
-            self.naps += 1
-            self.spinning.clear()
-        return self.switch(me)
-
-    def before_memory(self, me: _Program, effect: bool) -> None:
-        if self.failure is not None:
-            raise _Stopped
-        me.operations += 1
-        me.effect = me.effect or effect
-        if self.random is not None and self.random.random() < self.schedule.jitter:
-            self.spinning.discard(me)
-            if not self.switch(me) and self.schedule.delay:
-                time.sleep(self.random.random() * self.schedule.delay)
-
-    def _next(self) -> _Program:
-        drawn = self.random is not None and self.schedule.seed is not None
-        return self.queue.pop(self.random.randrange(len(self.queue)) if drawn and self.random else 0)
-
-    def _fail(self, program: _Program | None, error: BaseException) -> None:
-        self.failure = self.failure or (program, error)
-
-    def _work(self, program: _Program | None) -> None:
-        """Run programs in this thread until the baton goes to one that has a thread already, or none is left."""
-        while program is not None:
-            program.started = True
-            self.holder = _local.program = program
-            try:
-                if self.failure is None:
-                    with np.errstate(all="ignore"):  # A GPU does not warn of overflow.
-                        self.body()
-            except _Stopped:
-                pass
-            except BaseException as error:
-                self._fail(program, error)
-            _local.program = None
-            self.spinning.clear()
-            if not self.queue:
-                return self.done.set()
-            program = self._next()
-            if program.started:
-                self.holder = program
-                return program.baton.release()
-        return None
-
-
-def _before_memory(effect: bool) -> None:
-    """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch."""
-    program = _local.program
-    program.grid.before_memory(program, effect)
-
-
-def yield_program() -> bool:
-    """Let another program of the same grid run; for a wait under the interpreter to call on every turn.
-
-    False at once if there is no other program: then nothing in this process can end the wait, and the caller should
-    sleep. True after the others had their turn; if all of them only waited, this has slept already (50 µs, growing to
-    1 ms).
-    """
-    program = getattr(_local, "program", None)
-    return program is not None and program.grid.spin(program)
-
-
 # the call
 
 
@@ -649,7 +456,7 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     fn = getattr(kernel, "fn", None)
     if not isinstance(kernel, JITFunction | stock.InterpretedFunction) or fn is None:
         raise TypeError(f"run() takes a @triton.jit function, not {type(kernel).__name__}")
-    if getattr(_local, "program", None) is not None:
+    if programs.current() is not None:
         raise RuntimeError("run() was called from inside a kernel that is being interpreted")
     dims = tuple(int(extent) for extent in (grid if isinstance(grid, tuple | list) else (grid,)))
     if not 1 <= len(dims) <= 3:
@@ -664,4 +471,4 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     with _run_lock, _patched():
         values = {k: _plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
         body = functools.partial(_interpreted(fn), **values)
-        _Grid(fn.__name__, body, (x, y, z), _schedule).run()
+        programs.run_grid(fn.__name__, body, (x, y, z))

@@ -84,9 +84,9 @@ def _is_dead(pid: int) -> bool:
         return True
 
 
-def words(address: int, count: int, dtype: type = np.int64) -> np.ndarray:
+def words(address: int, count: int, dtype: type[np.generic] = np.int64) -> np.ndarray:
     """A live numpy view of ``count`` words at ``address`` of this process: for signals that the host reads or writes."""
     import ctypes
 
     size = np.dtype(dtype).itemsize * count
-    return np.frombuffer((ctypes.c_char * size).from_address(address), dtype=dtype)
+    return np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), dtype=dtype)

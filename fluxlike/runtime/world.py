@@ -16,6 +16,7 @@ log = logging.getLogger("fluxlike")
 
 
 class Closable(Protocol):
+    def unseen_failure(self) -> Exception | None: ...
     def close(self) -> None: ...
 
 
@@ -62,9 +63,10 @@ class World:
 
     def close(self) -> None:
         """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang."""
+        self.executor.synchronize()
+        unseen = [failure for context in self.contexts if (failure := context.unseen_failure()) is not None]
         for context in list(self.contexts):
             context.close()
-        self.executor.synchronize()
         try:
             self.control.barrier("fluxlike.finalize")
             everyone = True
@@ -74,6 +76,8 @@ class World:
         if everyone:
             self.heap.close()
             self.executor.stop()
+        if unseen:
+            raise unseen[0]
 
 
 def make_executor(heap: str) -> Any:
@@ -87,7 +91,9 @@ def make_executor(heap: str) -> Any:
 
         return CpuExecutor()
     if not torch.cuda.is_available():
-        raise RuntimeError("heap='nvshmem' needs a CUDA GPU and torch sees none; use heap='auto' or 'shm', or see `python -m fluxlike doctor`")
+        raise RuntimeError(
+            "heap='nvshmem' needs a CUDA GPU and torch sees none; use heap='auto' or 'shm', or see `python -m fluxlike doctor`"
+        )
     from .cuda import CudaExecutor
 
     return CudaExecutor(torch.device("cuda", torch.cuda.current_device()))
@@ -117,15 +123,15 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
     owns_torch = not dist.is_initialized()
     if owns_torch:
         _init_torch(heap)
-    _world = World(group or dist.group.WORLD, heap, heap_bytes, owns_torch)
+    _world = World(group or dist.distributed_c10d._get_default_group(), heap, heap_bytes, owns_torch)
 
 
 def _init_torch(heap: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RuntimeError(
-            f"torch.distributed is not initialised and {', '.join(missing)} is not set; start the program with scripts/launch.sh or "
-            "torchrun, or call torch.distributed.init_process_group before fluxlike.init"
+            f"torch.distributed is not initialised and {', '.join(missing)} is not set; start the program with "
+            "scripts/launch.sh or torchrun, or call torch.distributed.init_process_group before fluxlike.init"
         )
     if heap != "shm" and torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -147,9 +147,7 @@ def _version_problems(facts: Facts) -> Iterable[Problem]:
         version = facts.loaded.get(name)
         if version and not low <= _release(version) < high:
             wanted = f"{name}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-            yield Problem(
-                f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{wanted}'."
-            )
+            yield Problem(f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{wanted}'.")
     for name, module in MODULES.items():
         record, itself = facts.installed.get(name), facts.loaded.get(module)
         if record and itself and record.partition("+")[0] != itself.partition("+")[0]:
@@ -268,9 +266,7 @@ def describe(facts: Facts) -> list[Row]:
         elif name in facts.installed and module in facts.broken:
             value += f", import fails: {facts.broken[module]}"
         rows.append(Row("packages", name, value))
-    rows += [
-        Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES
-    ]
+    rows += [Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES]
     if facts.nccl:
         rows.append(Row("libraries loaded", "NCCL", facts.nccl))
     no_cuda = "built without CUDA" if "torch" in facts.loaded else "unknown"

@@ -178,9 +178,8 @@ def try_imports(timeout: float = 300) -> dict[str, tuple[str, object]]:
 
 def parse_topology(text: str) -> list[list[str]]:
     """The GPU part of `nvidia-smi topo -m`: a square of cells such as X, NV18, PIX, SYS."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the header is underlined even into a pipe
-    rows = [line.split() for line in text.splitlines() if re.match(r"\s*GPU\d+\s", line)]
-    rows = [row[1:] for row in rows if "X" in row]  # not the header
+    rows = [line.split() for line in text.splitlines() if re.match(r"GPU\d+\s", line)]
+    rows = [row[1:] for row in rows if "X" in row]  # the header has none
     return [row[: len(rows)] for row in rows]
 
 

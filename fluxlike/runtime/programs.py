@@ -1,0 +1,223 @@
+"""The programs of one interpreted grid: all alive together, one running; nothing here knows Triton.
+
+On a GPU the programs of a persistent kernel are resident together, so one may wait for another. Here each gets a thread when
+it needs one and a single baton goes round; see `Grid`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_BRIEF = 16  # Memory operations between two yields up to which a program that stored nothing counts as spinning.
+_NAP_MIN, _NAP_MAX = 50e-6, 1e-3  # Seconds.
+_STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
+
+_local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the programs of a grid take turns; for tests that look for a schedule which breaks a protocol.
+
+    With a ``seed``, the next program is drawn at random where otherwise they go round. ``jitter`` is the probability of
+    a switch before a memory operation; where there is no program to switch to, up to ``delay`` seconds are slept, so
+    that a grid of one program, too, loses step with its peers in other processes.
+    """
+
+    seed: int | None = None
+    jitter: float = 0.0
+    delay: float = 0.0
+
+
+_schedule = Schedule()
+_launches = itertools.count()
+
+
+def configure(schedule: Schedule | None = None) -> Schedule:
+    """Use ``schedule`` (None: the default one) for the runs that follow; returns the one used so far.
+
+    Runs after the same `configure` with the same seed take the same turns, each run its own: the launches are counted.
+    """
+    global _schedule, _launches
+    previous, _schedule = _schedule, schedule or Schedule()
+    _launches = itertools.count()
+    return previous
+
+
+class Stopped(BaseException):
+    """Unwinds a program whose grid has failed elsewhere."""
+
+
+class Program:
+    """One program of a grid: where it stands in the grid, and the lock it sleeps on while others have the baton."""
+
+    def __init__(self, grid: Grid, pid: tuple[int, int, int]) -> None:
+        self.grid, self.pid = grid, pid
+        self.started = False
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.operations, self.effect = 0, False  # since its last yield
+
+
+class Grid:
+    """The programs of one launch. All are alive together, one runs: the holder of the baton.
+
+    A thread is made only when a program yields to one that has not begun; a thread whose program is done begins the
+    next one itself. A grid without waits therefore runs in the caller's thread from beginning to end. Whatever is not
+    running and not done is in ``queue``; only the holder of the baton touches it.
+    """
+
+    def __init__(self, name: str, body: Callable[[], Any], dims: tuple[int, int, int], schedule: Schedule) -> None:
+        self.name, self.body, self.dims, self.schedule = name, body, dims, schedule
+        self.random: random.Random | None = None
+        if schedule.seed is not None or schedule.jitter:
+            launch = next(_launches)
+            self.random = random.Random(None if schedule.seed is None else f"{schedule.seed}:{launch}")
+        x, y, z = dims
+        self.queue = [Program(self, (i, j, k)) for k in range(z) for j in range(y) for i in range(x)]
+        self.holder: Program | None = None
+        self.spinning: set[Program] = set()
+        self.naps = 0
+        self.failure: tuple[Program | None, BaseException] | None = None
+        self.threads: list[threading.Thread] = []
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work(self._next())
+            self.done.wait()
+        except BaseException as error:  # Ctrl-C while no program runs in this thread.
+            self._fail(None, error)
+            self.done.wait(_STOP_PATIENCE)
+        deadline = time.monotonic() + _STOP_PATIENCE
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self.failure is None:
+            return
+        program, cause = self.failure
+        if program is None or not isinstance(cause, Exception) or getattr(type(cause), "fluxlike_passthrough", False):
+            raise cause
+        raise RuntimeError(f"{self.name}, program {program.pid}: {type(cause).__name__}: {cause}") from cause
+
+    def switch(self, me: Program) -> bool:
+        """Give the baton away and come back with it; False when there is nobody to give it to."""
+        if not self.queue:
+            return False
+        other = self._next()
+        self.queue.append(me)
+        self.holder = other
+        try:
+            if other.started:
+                other.baton.release()
+            else:
+                self.threads.append(threading.Thread(target=self._work, args=(other,), daemon=True))
+                self.threads[-1].start()
+            me.baton.acquire()
+        except BaseException as error:  # Ctrl-C: stop the others, then unwind when it is this program's turn.
+            self._fail(me, error)
+            if self.holder is not me and not me.baton.acquire(timeout=_STOP_PATIENCE):
+                self.queue.remove(me)
+            raise
+        if self.failure is not None:
+            raise Stopped
+        return True
+
+    def spin(self, me: Program) -> bool:
+        """`switch` for a wait that found nothing; naps first if all programs do nothing but that.
+
+        The ranks of a CPU machine outnumber its cores, and the one that could end the wait needs the core.
+        """
+        if self.failure is not None:
+            raise Stopped
+        if not self.queue:
+            return False
+        if me.effect or me.operations > _BRIEF:
+            self.spinning.clear()
+            self.naps = 0
+        me.operations, me.effect = 0, False
+        self.spinning.add(me)
+        if len(self.spinning) > len(self.queue):
+            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), _NAP_MAX))
+            self.naps += 1
+            self.spinning.clear()
+        return self.switch(me)
+
+    def before_memory(self, me: Program, effect: bool) -> None:
+        if self.failure is not None:
+            raise Stopped
+        me.operations += 1
+        me.effect = me.effect or effect
+        if self.random is not None and self.random.random() < self.schedule.jitter:
+            self.spinning.discard(me)
+            if not self.switch(me) and self.schedule.delay:
+                time.sleep(self.random.random() * self.schedule.delay)
+
+    def _next(self) -> Program:
+        drawn = self.random is not None and self.schedule.seed is not None
+        return self.queue.pop(self.random.randrange(len(self.queue)) if drawn and self.random else 0)
+
+    def _fail(self, program: Program | None, error: BaseException) -> None:
+        self.failure = self.failure or (program, error)
+
+    def _work(self, program: Program | None) -> None:
+        """Run programs in this thread until the baton goes to one that has a thread already, or none is left."""
+        while program is not None:
+            program.started = True
+            self.holder = _local.program = program
+            try:
+                if self.failure is None:
+                    with np.errstate(all="ignore"):  # A GPU does not warn of overflow.
+                        self.body()
+            except Stopped:
+                pass
+            except BaseException as error:
+                self._fail(program, error)
+            _local.program = None
+            self.spinning.clear()
+            if not self.queue:
+                return self.done.set()
+            program = self._next()
+            if program.started:
+                self.holder = program
+                return program.baton.release()
+        return None
+
+
+def before_memory(effect: bool) -> None:
+    """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch."""
+    program = running()
+    program.grid.before_memory(program, effect)
+
+
+def yield_program() -> bool:
+    """Let another program of the same grid run; for a wait under the interpreter to call on every turn.
+
+    False at once if there is no other program: then nothing in this process can end the wait, and the caller should
+    sleep. True after the others had their turn; if all of them only waited, this has slept already (50 µs, growing to
+    1 ms).
+    """
+    program = current()
+    return program is not None and program.grid.spin(program)
+
+
+def current() -> Program | None:
+    """The program that this thread interprets, if it does."""
+    return getattr(_local, "program", None)
+
+
+def running() -> Program:
+    """The program that this thread interprets; only called while it does."""
+    return _local.program
+
+
+def run_grid(name: str, body: Callable[[], Any], dims: tuple[int, int, int]) -> None:
+    """Call ``body`` once as each program of a grid of ``dims``, under the schedule in force."""
+    Grid(name, body, dims, _schedule).run()

@@ -1,0 +1,34 @@
+"""What all test files share: which tests can run here, the same seed for each, one voice under torchrun."""
+
+import os
+
+import pytest
+import ranks
+import torch
+
+
+def pytest_configure(config):
+    if ranks.TORCHRUN_RANK > 0:
+        # All ranks pass and fail together, so rank 0 says it for all.
+        loud = config.pluginmanager.unregister(name="terminalreporter")
+        quiet = type(loud)(config, open(os.devnull, "w"))  # noqa: SIM115
+        config.pluginmanager.register(quiet, "terminalreporter")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_ranks():
+    yield
+    ranks.close_pool()
+    ranks.close_torchrun()

@@ -1,0 +1,551 @@
+"""gemm_rs and ag_gemm give the right numbers: whole numbers that are exact in the dtype, compared with equality.
+
+The expected values are computed in float64 from the inputs of all ranks, which every rank can make from the seeds; the
+plain-torch reference of the package is held to the same values. The slots on the heap are filled with NaN first, so that
+reading what nobody wrote shows. Each body makes many calls, because starting one costs more than the call.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device, exact, ints, rows_slice, run_ranks
+
+import fluxlike
+from fluxlike.ops import context as context_module
+from fluxlike.runtime import interpreter, world
+
+WORLDS = (1, 2, 3, 4)
+DTYPES = ("bfloat16", "float16", "float32")
+SCHEDULES = ("copy_engine", "in_kernel")
+
+NICE = ((128, 128, 64), (256, 128, 128))
+#: M, N, K that are no multiples of a tile or of the ranks, or smaller than either.
+UGLY = ((200, 136, 72), (37, 70, 50), (130, 65, 33), (3, 33, 20), (5, 1, 7), (7, 9, 1), (1, 1, 1), (1, 64, 64))
+EMPTY = ((0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0))
+
+MAX_M, MAX_N, MAX_K = 256, 136, 128
+
+
+def make_weight(n: int, k: int, dtype: torch.dtype, seed: int, transposed: bool) -> torch.Tensor:
+    """[N, K] on the device, row-major or the transposed view of [K, N]; the values depend on the seed only."""
+    weight = ints((n, k), dtype, seed)
+    return (weight.T.contiguous().T if transposed else weight).to(device())
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal to the float64 ``expected``, value by value."""
+    assert tuple(actual.shape) == tuple(expected.shape), f"{what}: shape {tuple(actual.shape)}"
+    got = actual.double().cpu()
+    if not torch.equal(got, expected):
+        wrong = (got != expected).nonzero()
+        first = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {expected.numel()} values differ, first at {first}: {got[first]:g}, "
+            f"not {expected[first]:g}; rows {sorted({i for i, _ in wrong.tolist()})[:8]} …"
+        )
+
+
+def poison(ctx, group) -> None:
+    """NaN into the slots of a new context, before any rank makes a call."""
+    ctx.data.fill_(float("nan"))
+    ctx.check()
+    dist.barrier(group)
+
+
+@dataclass
+class RSCase:
+    """The inputs of one gemm_rs on all ranks and the rows that each rank shall get."""
+
+    m: int
+    n: int
+    ks: list[int]  # K of each rank
+    dtype: torch.dtype
+    seed: int
+    bias: bool = False
+    transposed: bool = False
+
+    def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        seed, k = self.seed * 1000, self.ks[rank]
+        x = ints((self.m, k), self.dtype, seed + 2 * rank + 1).to(device())
+        w = make_weight(self.n, k, self.dtype, seed + 2 * rank + 2, self.transposed)
+        b = ints((self.n,), self.dtype, seed, -4, 4, 1.0).to(device()) if self.bias else None
+        return x, w, b
+
+    def expected(self, rank: int) -> torch.Tensor:
+        total = torch.zeros(self.m, self.n, dtype=torch.float64)
+        for source in range(len(self.ks)):
+            x, w, b = (None if t is None else t.double().cpu() for t in self.inputs(source))
+            total += x @ w.T
+            exact(x.abs() @ w.abs().T)
+        if b is not None:
+            total += b
+        exact(total)
+        return total[rows_slice(self.m, len(self.ks), rank)]
+
+    def check(self, ctx, group, schedule: str = "", **how) -> None:
+        """The call, the reference, and what the context says of the call."""
+        rank = dist.get_rank(group)
+        what = f"gemm_rs M={self.m} N={self.n} K={self.ks} {self.dtype} bias={self.bias} transposed={self.transposed}"
+        what = f"{what} {schedule} {how}"
+        x, w, b = self.inputs(rank)
+        before = dict(ctx.stats)
+        y = fluxlike.gemm_rs(x, w, ctx, bias=b, **how)
+        expected = self.expected(rank)
+        assert y.dtype == self.dtype and y.device == device() and y.is_contiguous(), what
+        same(y, expected, what)
+        same(fluxlike.reference.gemm_rs(x, w, bias=b, group=group), expected, f"reference {what}")
+        ran = int(self.m > 0 and self.n > 0)
+        assert ctx.stats["calls"] - before["calls"] == ran, what
+        assert ctx.stats["launches"] - before["launches"] == ran, what
+        if ran:
+            assert ctx.last_path.split("/")[0] == schedule, f"{what}: took {ctx.last_path}"
+            copies = len(self.ks) > 1 and schedule == "copy_engine" and self.m > 1
+            assert (ctx.stats["copies"] > before["copies"]) == copies or rank > 0, what
+
+
+def rs_matrix(group, dtype, cases):
+    dtype, size = getattr(torch, dtype), dist.get_world_size(group)
+    for flip, schedule in enumerate(SCHEDULES):
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate(cases):
+                for bias in (False, True):
+                    # Of the four pairs with the layout two here, two under the other schedule.
+                    case = RSCase(m, n, [k] * size, dtype, seed, bias=bias, transposed=bias ^ bool(flip))
+                    case.check(ctx, group, schedule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_gemm_rs(world, dtype):
+    run_ranks(rs_matrix, world, dtype=dtype, cases=NICE + UGLY + EMPTY)
+
+
+def rs_uneven_k(group, dtype):
+    dtype, size = getattr(torch, dtype), dist.get_world_size(group)
+    for schedule in SCHEDULES:
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
+            poison(ctx, group)
+            for seed, ks in enumerate(([0, 33, 64, 7], [40, 0, 1, 128], [5, 64, 9, 0], [0, 0, 0, 3], [64, 33, 64, 40])):
+                RSCase(75, 40, ks[:size], dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("world", WORLDS)
+def test_gemm_rs_with_another_k_on_each_rank(world, dtype):
+    run_ranks(rs_uneven_k, world, dtype=dtype)
+
+
+def rs_out(group, dtype):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    for schedule in SCHEDULES:
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate(((128, 128, 64), (37, 70, 50), (1, 8, 3))):
+                case = RSCase(m, n, [k] * size, dtype, seed, bias=True)
+                x, w, b = case.inputs(rank)
+                mine = rows_slice(m, size, rank)
+                around = torch.full((m + 2, n), float("nan"), dtype=dtype, device=device())
+                out = around[1 : 1 + mine.stop - mine.start]
+                y = fluxlike.gemm_rs(x, w, ctx, bias=b, out=out)
+                what = f"out= M={m} N={n} {schedule}"
+                assert y is out, what
+                same(out, case.expected(rank), what)
+                assert around[0].isnan().all() and around[1 + len(out) :].isnan().all(), f"{what}: wrote beside out"
+                assert ctx.last_path.startswith(schedule), what
+                out.fill_(float("nan"))
+                fluxlike.reference.gemm_rs(x, w, ctx, bias=b, out=out)
+                same(out, case.expected(rank), f"reference {what}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemm_rs_into_out(dtype):
+    run_ranks(rs_out, 3, dtype=dtype)
+
+
+def sliced(t: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    """The same values as a slice of a wider tensor of NaN."""
+    wide = torch.full((t.shape[0], left + t.shape[1] + right), float("nan"), dtype=t.dtype, device=t.device)
+    inner = wide[:, left : left + t.shape[1]]
+    inner.copy_(t)
+    return inner
+
+
+def views(group, dtype):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    for schedule in SCHEDULES:
+        with (
+            fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as rs,
+            fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype=dtype, group=group, schedule=schedule) as ag,
+        ):
+            poison(rs, group)
+            poison(ag, group)
+            shapes = ((72, 48, 64), (70, 33, 20), (1, 16, 64), (1, 64, 16), (4, 1, 64), (9, 16, 1), (1, 1, 1))
+            for seed, (m, n, k) in enumerate(shapes):
+                case = RSCase(m, n, [k] * size, dtype, seed)
+                gathered, expected = AGCase(m, [n] * size, k, dtype, seed).whole()
+                # Pitches and bases that a TMA descriptor takes, and others.
+                for left, right in ((0, 64), (0, 3), (64, 0), (1, 0)):
+                    for transposed in (False, True):
+                        what = f"views {(m, n, k)} {left}+{right} transposed={transposed} {schedule} {dtype}"
+                        x, w, _ = case.inputs(rank)
+                        w = sliced(w.T, left, right).T if transposed else sliced(w, left, right)
+                        y = fluxlike.gemm_rs(sliced(x, left, right), w, rs)
+                        same(y, case.expected(rank), f"gemm_rs {what}")
+                        shard, w, _ = AGCase(m, [n] * size, k, dtype, seed).inputs(rank)
+                        w = sliced(w.T, left, right).T if transposed else sliced(w, left, right)
+                        z, seen = fluxlike.ag_gemm(sliced(shard, left, right), w, ag, m=m, return_gathered=True)
+                        same(z, expected[rank], f"ag_gemm {what}")
+                        same(seen, gathered, f"gathered {what}")
+                        assert rs.last_path.startswith(schedule) and ag.last_path.startswith(schedule), what
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_slices_as_operands(dtype):
+    run_ranks(views, 2, dtype=dtype)
+
+
+@dataclass
+class AGCase:
+    """The inputs of one ag_gemm on all ranks, the gathered input, and the result of each rank."""
+
+    m: int
+    ns: list[int]  # N of each rank
+    k: int
+    dtype: torch.dtype
+    seed: int
+    bias: bool = False
+    transposed: bool = False
+
+    def inputs(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        seed, n = self.seed * 1000, self.ns[rank]
+        x = ints((self.m, self.k), self.dtype, seed + 1)
+        shard = x[rows_slice(self.m, len(self.ns), rank)].contiguous().to(device())
+        w = make_weight(n, self.k, self.dtype, seed + rank + 2, self.transposed)
+        b = ints((n,), self.dtype, seed - rank, -4, 4, 1.0).to(device()) if self.bias else None
+        return shard, w, b
+
+    def whole(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The gathered input, and the result of each rank."""
+        x = ints((self.m, self.k), self.dtype, self.seed * 1000 + 1).double()
+        results = []
+        for rank in range(len(self.ns)):
+            _, w, b = (None if t is None else t.double().cpu() for t in self.inputs(rank))
+            results.append(x @ w.T if b is None else x @ w.T + b)
+        exact(*results)
+        return x, results
+
+    def check(self, ctx, group, schedule: str, return_gathered: bool) -> None:
+        rank = dist.get_rank(group)
+        what = f"ag_gemm M={self.m} N={self.ns} K={self.k} {self.dtype} bias={self.bias} transposed={self.transposed}"
+        what = f"{what} {schedule} gathered={return_gathered}"
+        shard, w, b = self.inputs(rank)
+        before = dict(ctx.stats)
+        z = fluxlike.ag_gemm(shard, w, ctx, bias=b, m=self.m, return_gathered=return_gathered)
+        z, gathered = z if return_gathered else (z, None)
+        x, expected = self.whole()
+        assert z.dtype == self.dtype and z.device == device() and z.is_contiguous(), what
+        same(z, expected[rank], what)
+        ref, ref_gathered = fluxlike.reference.ag_gemm(shard, w, bias=b, group=group, m=self.m, return_gathered=True)
+        same(ref, expected[rank], f"reference {what}")
+        same(ref_gathered, x, f"gathered by the reference {what}")
+        if gathered is not None:
+            same(gathered, x, f"gathered {what}")
+        ran = int(self.m > 0 and self.k > 0)
+        assert ctx.stats["calls"] - before["calls"] == ran, what
+        assert ctx.stats["launches"] - before["launches"] == ran * (1 + return_gathered), what
+        if ran:
+            assert ctx.last_path.split("/")[0] == schedule, f"{what}: took {ctx.last_path}"
+            copies = len(self.ns) > 1 and schedule == "copy_engine" and len(shard) > 0
+            assert (ctx.stats["copies"] > before["copies"]) == copies, what
+
+
+def ag_matrix(group, dtype, cases):
+    dtype, size = getattr(torch, dtype), dist.get_world_size(group)
+    for flip, schedule in enumerate(SCHEDULES):
+        with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate(cases):
+                for bias in (False, True):
+                    case = AGCase(m, [n] * size, k, dtype, seed, bias=bias, transposed=bias ^ bool(flip))
+                    case.check(ctx, group, schedule, return_gathered=bool((seed + bias) % 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_ag_gemm(world, dtype):
+    run_ranks(ag_matrix, world, dtype=dtype, cases=NICE + UGLY + EMPTY)
+
+
+def ag_uneven_n(group, dtype):
+    dtype, size = getattr(torch, dtype), dist.get_world_size(group)
+    for schedule in SCHEDULES:
+        with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
+            poison(ctx, group)
+            for seed, ns in enumerate(([1, 70, 33, 64], [0, 20, 0, 65], [64, 0, 7, 0], [9, 5, 0, 0])):
+                AGCase(75, ns[:size], 40, dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule, seed == 2)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("world", WORLDS)
+def test_ag_gemm_with_another_n_on_each_rank(world, dtype):
+    run_ranks(ag_uneven_n, world, dtype=dtype)
+
+
+def ag_several(group, dtype):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    for schedule in SCHEDULES:
+        with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
+            poison(ctx, group)
+            for m, k, widths in ((72, 64, (64, 16)), (33, 20, (7, 40, 1)), (2, 5, (3,)), (40, 8, (0, 9)), (6, 0, (4, 5))):
+                cases = [
+                    AGCase(m, [n + r for r in range(size)], k, dtype, 3, bias=i % 2 == 1, transposed=i % 2 == 0)
+                    for i, n in enumerate(widths)
+                ]
+                shard = cases[0].inputs(rank)[0]
+                # The same seeds for each weight of a call would hide a mix-up, so each is turned by its place.
+                weights = [case.inputs(rank)[1].roll(i, 0) for i, case in enumerate(cases)]
+                biases = [case.inputs(rank)[2] for case in cases]
+                x = cases[0].whole()[0]
+                what = f"weights {widths} M={m} K={k} {dtype} {schedule}"
+                before = dict(ctx.stats)
+                for form in (list, tuple):
+                    zs, gathered = fluxlike.ag_gemm(
+                        shard, form(weights), ctx, bias=form(biases), m=m, return_gathered=True
+                    )
+                    assert isinstance(zs, list) and len(zs) == len(weights), what
+                    reference = fluxlike.reference.ag_gemm(shard, weights, ctx, bias=biases, m=m)
+                    for z, ref, w, b in zip(zs, reference, weights, biases, strict=True):
+                        expected = x @ w.double().cpu().T + (0 if b is None else b.double().cpu())
+                        same(z, expected, what)
+                        same(ref, expected, f"reference {what}")
+                    same(gathered, x, f"gathered {what}")
+                zs = fluxlike.ag_gemm(shard, weights, ctx, m=m)
+                for z, w in zip(zs, weights, strict=True):
+                    same(z, x @ w.double().cpu().T, f"without bias {what}")
+                if k:
+                    assert ctx.last_path.startswith(schedule), what
+                    assert ctx.stats["calls"] - before["calls"] == 3, what
+                    assert ctx.stats["launches"] - before["launches"] == 3 * len(weights) + 2, what
+
+
+@pytest.mark.parametrize(("world", "dtype"), ((2, "float32"), (3, "float16"), (4, "bfloat16")))
+def test_ag_gemm_with_several_weights(world, dtype):
+    run_ranks(ag_several, world, dtype=dtype)
+
+
+def ag_without_m(group):
+    """Equal shards need no m; unequal ones do, and say so before anything is sent."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    with fluxlike.create_ag_gemm_context(64, 16, 32, torch.float32, group, "in_kernel") as ctx:
+        case = AGCase(8 * size, [16] * size, 32, torch.float32, 5)
+        shard, w, _ = case.inputs(rank)
+        same(fluxlike.ag_gemm(shard, w, ctx), case.whole()[1][rank], "m left out")
+        same(fluxlike.reference.ag_gemm(shard, w, ctx), case.whole()[1][rank], "m left out of the reference")
+        assert ctx.last_path.startswith("in_kernel")
+
+
+def test_ag_gemm_takes_m_from_equal_shards():
+    run_ranks(ag_without_m, 3)
+
+
+def back_to_back(group, dtype, turns, jitter):
+    """Calls follow each other with nothing between them, on four contexts in turn; looked at only at the end."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    shapes = ((100, 40, 30), (64, 64, 64), (3, 9, 17), (100, 40, 30), (33, 1, 64), (100, 64, 5), (1, 2, 3), (99, 63, 64))
+    contexts = [
+        (make(100, 64, 64, dtype, group, schedule), schedule)
+        for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context)
+        for schedule in SCHEDULES
+    ]
+    previous = interpreter.configure(jitter and interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=2e-3))
+    cases, results = [], []
+    try:
+        for turn in range(turns):
+            for place, (ctx, schedule) in enumerate(contexts):
+                m, n, k = shapes[(turn + place) % len(shapes)]
+                if ctx.op == "gemm_rs":
+                    case = RSCase(m, n, [k] * size, dtype, 10 * turn + place, bias=turn % 2 == 0)
+                else:
+                    case = AGCase(m, [n] * size, k, dtype, 10 * turn + place, transposed=turn % 2 == 0)
+                cases.append((case, f"turn {turn} {ctx.op} {m, n, k} {schedule} jitter={bool(jitter)}"))
+                results.append(case.inputs(rank))
+        for turn in range(turns):
+            for place, (ctx, schedule) in enumerate(contexts):
+                at = turn * len(contexts) + place
+                x, w, b = results[at]
+                if ctx.op == "gemm_rs":
+                    results[at] = fluxlike.gemm_rs(x, w, ctx, bias=b)
+                else:
+                    results[at] = fluxlike.ag_gemm(x, w, ctx, bias=b, m=cases[at][0].m)
+                assert ctx.last_path.startswith(schedule), cases[at][1]
+    finally:
+        interpreter.configure(previous)
+    for (case, what), result in zip(cases, results, strict=True):
+        same(result, case.expected(rank) if isinstance(case, RSCase) else case.whole()[1][rank], what)
+    for ctx, schedule in contexts:
+        assert ctx.stats["calls"] == ctx.stats["launches"] == turns, schedule
+        ctx.close()
+
+
+@pytest.mark.parametrize("jitter", (False, True), ids=("plain", "jitter"))
+@pytest.mark.parametrize(("world", "dtype"), ((2, "float16"), (3, "float32"), (4, "bfloat16")))
+def test_back_to_back_calls_of_changing_shapes(world, dtype, jitter):
+    run_ranks(back_to_back, world, dtype=dtype, turns=7, jitter=jitter)
+
+
+def repeats(group, dtype):
+    """The same bits again and again, whatever the order in which programs and ranks came."""
+    dtype, rank = getattr(torch, dtype), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(rank)
+    m, n, k = 90, 70, 100
+    x, w = (torch.randn(s, k, generator=generator).to(dtype).to(device()) for s in (m, n))
+    shard = x[rows_slice(m, dist.get_world_size(group), rank)].contiguous()
+    for schedule in SCHEDULES:
+        with (
+            fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule) as rs,
+            fluxlike.create_ag_gemm_context(m, n, k, dtype=dtype, group=group, schedule=schedule) as ag,
+        ):
+            first = None
+            for turn in range(5):
+                how = interpreter.Schedule(seed=turn, jitter=0.05, delay=1e-3) if turn % 2 else None
+                previous = interpreter.configure(how)
+                try:
+                    now = (fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, w, ag, m=m))
+                finally:
+                    interpreter.configure(previous)
+                assert rs.last_path.startswith(schedule) and ag.last_path.startswith(schedule)
+                first = first or now
+                for op, a, b in zip(("gemm_rs", "ag_gemm"), first, now, strict=True):
+                    assert torch.equal(a, b), f"{op} {schedule} {dtype}: other bits at repeat {turn}"
+            assert rs.stats["launches"] == ag.stats["launches"] == 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeats_give_the_same_bits(dtype):
+    run_ranks(repeats, 4, dtype=dtype)
+
+
+def ownership(group):
+    """What a call returns is the caller's: outside the heap, untouched by later calls, free to be overwritten."""
+    size, rank, dtype = dist.get_world_size(group), dist.get_rank(group), torch.float32
+    for schedule in SCHEDULES:
+        with (
+            fluxlike.create_gemm_rs_context(64, 48, dtype=dtype, group=group, schedule=schedule) as rs,
+            fluxlike.create_ag_gemm_context(64, 48, 32, dtype=dtype, group=group, schedule=schedule) as ag,
+        ):
+            kept = []
+            for seed in range(6):
+                rs_case = RSCase(61, 48, [32] * size, dtype, seed)
+                ag_case = AGCase(61, [48] * size, 32, dtype, seed)
+                x, w, _ = rs_case.inputs(rank)
+                shard, v, _ = ag_case.inputs(rank)
+                y = fluxlike.gemm_rs(x, w, rs)
+                z, gathered = fluxlike.ag_gemm(shard, v, ag, m=61, return_gathered=True)
+                for name, t in (("y", y), ("z", z), ("gathered", gathered)):
+                    for ctx in (rs, ag):
+                        for index, base in enumerate(ctx.block.addresses):
+                            inside = base <= t.data_ptr() < base + ctx.block.nbytes
+                            assert not inside or not t.numel(), f"{name} lies on the heap of rank {index}"
+                for t in (x, w, shard, v):
+                    t.fill_(float("nan"))
+                kept.append((rs_case, y.clone(), y, ag_case, z.clone(), z, gathered.clone(), gathered))
+                if seed % 2:
+                    for t in (y, z, gathered):
+                        t.fill_(float("nan"))
+            for seed, (rs_case, y, y_there, ag_case, z, z_there, gathered, g_there) in enumerate(kept):
+                what = f"call {seed} {schedule}"
+                same(y, rs_case.expected(rank), what)
+                same(z, ag_case.whole()[1][rank], what)
+                same(gathered, ag_case.whole()[0], what)
+                for then, now in ((y, y_there), (z, z_there), (gathered, g_there)):
+                    assert now.isnan().all() if seed % 2 else torch.equal(then, now), f"{what}: changed afterwards"
+            assert rs.last_path.startswith(schedule) and ag.last_path.startswith(schedule)
+
+
+def test_results_belong_to_the_caller():
+    run_ranks(ownership, 4)
+
+
+def kept_context(op: str, group, dtype):
+    ranks = dist.get_process_group_ranks(group)
+    found = [
+        ctx
+        for ctx in world.current().cached.values()
+        if ctx.op == op and ctx.group_ranks == ranks and ctx.dtype == dtype and not ctx.closed
+    ]
+    assert len(found) == 1, f"{len(found)} kept contexts for {op} {ranks} {dtype}"
+    return found[0]
+
+
+def without_context(group, dtype):
+    """Calls without a context share one, which grows when it must and only then."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    grown = {"gemm_rs": [], "ag_gemm": []}
+    for seed, (m, n, k) in enumerate(((5, 7, 9), (40, 30, 20), (3, 30, 2), (41, 8, 33), (100, 64, 33), (0, 1, 1), (5, 7, 9))):
+        rs = RSCase(m, n, [k] * size, dtype, seed, bias=True)
+        x, w, b = rs.inputs(rank)
+        same(fluxlike.gemm_rs(x, w, bias=b, group=group), rs.expected(rank), f"gemm_rs {m, n, k} without context")
+        ag = AGCase(m, [n] * size, k, dtype, seed)
+        shard, w, _ = ag.inputs(rank)
+        same(fluxlike.ag_gemm(shard, w, group=group, m=m), ag.whole()[1][rank], f"ag_gemm {m, n, k} without context")
+        for op, seen in grown.items():
+            ctx = kept_context(op, group, dtype)
+            if m:
+                assert ctx.last_path.startswith("in_kernel"), f"{op} {m, n, k}: auto took {ctx.last_path}"
+            if not any(ctx is other for other in seen):
+                seen.append(ctx)
+    for op, seen in grown.items():
+        assert 1 <= len(seen) <= 4, f"{op}: {len(seen)} contexts for seven calls"
+        assert all(ctx.closed for ctx in seen[:-1]), f"{op}: a context that was outgrown is still open"
+        assert seen[-1].max_m >= 100
+
+
+@pytest.mark.parametrize(("world", "dtype"), ((1, "float32"), (3, "bfloat16"), (4, "float16")))
+def test_calls_without_a_context(world, dtype):
+    run_ranks(without_context, world, dtype=dtype)
+
+
+def auto_schedule(group):
+    """Large copies go to the copy engine, small ones into the kernel, in one context."""
+    size, dtype = dist.get_world_size(group), torch.bfloat16
+    limit, context_module.AUTO_COPY_BYTES = context_module.AUTO_COPY_BYTES, 2048
+    try:
+        with (
+            fluxlike.create_gemm_rs_context(64, 64, dtype=dtype, group=group) as rs,
+            fluxlike.create_ag_gemm_context(64, 64, 64, dtype=dtype, group=group) as ag,
+        ):
+            poison(rs, group)
+            poison(ag, group)
+            assert rs.schedule == ag.schedule == "auto"
+            for seed, (m, expected) in enumerate(((64, "copy_engine"), (6, "in_kernel")) * 4):
+                RSCase(m, 64, [64] * size, dtype, seed).check(rs, group, expected)
+                AGCase(m, [64] * size, 64, dtype, seed).check(ag, group, expected, return_gathered=False)
+    finally:
+        context_module.AUTO_COPY_BYTES = limit
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_auto_chooses_by_size_within_a_context(world):
+    run_ranks(auto_schedule, world)
+
+
+def managers(group):
+    for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
+        with make(16, 16, 16, torch.float32, group) as ctx:
+            assert not ctx.closed
+        assert ctx.closed
+        ctx.close()
+        try:
+            with make(16, 16, 16, torch.float32, group) as ctx:
+                raise KeyError("of the caller")
+        except KeyError:
+            pass
+        assert ctx.closed, "left open by an exception"
+
+
+@pytest.mark.parametrize("world", (1, 4))
+def test_context_managers_close(world):
+    run_ranks(managers, world)
