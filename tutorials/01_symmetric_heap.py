@@ -73,7 +73,7 @@ def ring_kernel(token, flag, got, ctl, rank, lost_at, R: tl.constexpr):
         publish_set(flag_there, epoch, False)  # signal (A) to the right neighbour
     wait(flag, tl.where(rank == 0, epoch, 0), ctl, rank, WAIT_SHARD, left, R)  # wait (A) of rank 0: the lap is over
     tl.store(got, tl.load(token))
-    if is_last_program(ctl):
+    if is_last_program(ctl, False):
         finish(ctl, (epoch & 1).to(tl.int32), rank, epoch, R)  # this call is over: EPOCH = epoch
 
 

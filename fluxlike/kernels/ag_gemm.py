@@ -79,14 +79,14 @@ def push_shard(
 @triton.jit
 def end_call(
     full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows,
-    R: tl.constexpr, S: tl.constexpr, COPY_ENGINE: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, COPY_ENGINE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The last program takes back the copy engines' flags of this call and gives the credits.
 
     It waits for every flag first: a rank without columns has no tile that waits, and a flag that arrived after its reset
     would be taken for one of a later call.
     """
-    if is_last_program(ctl):
+    if is_last_program(ctl, TMA):
         if COPY_ENGINE:
             for step in range(1, R):
                 source = (rank + step) % R
@@ -208,7 +208,7 @@ def ag_gemm_kernel(
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
 
     if LAST:
-        end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE)
+        end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE, TMA)
 
 
 @triton.jit(do_not_specialize=["M", "K", "stride_x", "ld", "set_elements", "max_flags", "chunk_rows", "rank", "slot"])
@@ -251,4 +251,4 @@ def ag_collect_kernel(
                 inside = (r[:, None] < rows) & (ks[None, :] < K)
                 block = tl.load(there + r[:, None].to(tl.int64) * pitch + ks[None, :], mask=inside)
                 tl.store(here + r[:, None].to(tl.int64) * K + ks[None, :], block, mask=inside)
-    end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_tiles_m * BM, R, S, COPY_ENGINE)
+    end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_tiles_m * BM, R, S, COPY_ENGINE, False)

@@ -12,7 +12,7 @@ at any time, and the own chunk gives the wire time to deliver what the sum needs
 
 Where partial sums travel. Rank r's partial of chunk d goes to rank d's *slot* r: rows [r·pitch, r·pitch + rows_d) of slot set
 ``slot`` of d's ``stage`` [2, R·pitch, ld] (pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots can always
-be read and written in whole vectors).
+be read and written in whole vectors.
 
 * COPY_ENGINE: the tile is stored to ``local`` [R·pitch, ld] on this GPU and counted in ``ready[unit]``; a side stream waits for
   the count, lets a copy engine push the unit into the owner's slot and writes the owner's ``full`` word (`ops.gemm_rs`).
@@ -202,7 +202,7 @@ def gemm_rs_kernel(
             store_block(out, right.to(dtype), row, column, rows, N, N, BM, HALF)
 
     # ---- the end of the call ----------------------------------------------------------------------------------------
-    if is_last_program(ctl):
+    if is_last_program(ctl, TMA):
         if COPY_ENGINE:
             for word in range(R * S):
                 tl.store(full + slot * R * S + word, 0)

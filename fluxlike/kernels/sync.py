@@ -144,9 +144,9 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
-def is_last_program(ctl):
+def is_last_program(ctl, TMA: tl.constexpr):
     """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
-    cta_barrier()
+    drain_stores(TMA)
     arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
     return arrived == tl.num_programs(0) - 1
 

@@ -129,37 +129,46 @@ def _run(
     full = chunk_rows(m, ranks)
     ld = tiling.round_up(k, 16)
     transport = ctx.choose(full * ld * x.element_size())
-    aligned = all(tiling.is_tma_aligned(t) for t in (x, *weights))
-    n = max(w.shape[0] for w in weights)
-    tile = tiling.choose(ctx.world.executor.capability, x.dtype, full, n, aligned)
+    capability = ctx.world.executor.capability
+    tile = tiling.choose(capability, x.dtype, full, max(w.shape[0] for w in weights))
+    # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
+    shard = x if x.shape[0] else x.new_zeros(1, k)
+    weights = [w if w.shape[0] else w.new_zeros(1, k) for w in weights]
+    tile, (shard, *weights) = tiling.readable(tile, capability, full, shard, *weights)
     subs = 1
     slot = ctx.begin(transport, tile)
 
-    def launches() -> None:
-        for i, (w, b, z) in enumerate(zip(weights, biases, results, strict=True)):
-            last = i == len(weights) - 1 and gathered is None
-            _launch_gemm(ctx, x, w, b, z, transport, tile, ld, subs, slot, first=i == 0, last=last)
-        if gathered is not None:
-            _collect(ctx, x, gathered, transport, tile, ld, subs, slot)
+    def launch(i: int) -> None:
+        last = i == len(weights) - 1 and gathered is None
+        _launch_gemm(
+            ctx, shard, weights[i], biases[i], results[i], transport, tile, x.shape[0], ld, subs, slot, first=i == 0, last=last
+        )
 
     if transport == "copy_engine" and ranks > 1:
-        ctx.world.executor.overlapped(ctx.engine, launches, lambda: _queue_copies(ctx, x, m, ld, subs, tile.bm, slot))
+        # the first launch alone: what follows may have to compile, and the peers wait for this shard
+        ctx.world.executor.overlapped(
+            ctx.engine, lambda: launch(0), lambda: _queue_copies(ctx, shard, x.shape[0], m, ld, subs, tile.bm, slot)
+        )
     else:
-        launches()
+        launch(0)
+    for i in range(1, len(weights)):
+        launch(i)
+    if gathered is not None:
+        _collect(ctx, shard, gathered, transport, tile, ld, subs, slot)
 
 
 def _launch_gemm(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, transport: str,
-    tile: tiling.Tiling, ld: int, subs: int, slot: int, *, first: bool, last: bool,
+    tile: tiling.Tiling, rows: int, ld: int, subs: int, slot: int, *, first: bool, last: bool,
 ) -> None:  # fmt: skip
-    (m, n), (rows, k), ranks = z.shape, x.shape, ctx.size
+    (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
     kn = not validate.is_row_major(w)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
         stored = w.T if kn else w
         operands = [
-            TensorDescriptor(x, [rows, k], [x.stride(0), 1], [tile.bm, tile.bk]), x,
+            TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tile.bm, tile.bk]), x,
             TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk]), ctx.data,
             TensorDescriptor(stored, list(stored.shape), [stored.stride(0), 1], [tile.bk, tile.bn] if kn else [tile.bn, tile.bk]),
         ]  # fmt: skip
@@ -207,9 +216,9 @@ def _push_rows(ctx: AGGemmContext) -> int:
     return 64 if ctx.device.type == "cpu" else 16
 
 
-def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, m: int, ld: int, subs: int, bm: int, slot: int) -> None:
+def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: int, subs: int, bm: int, slot: int) -> None:
     """Once the kernel has the peers' credits: this shard to r-1, r-2, …, each copy followed by its flag there."""
-    rows, k = x.shape
+    k = x.shape[1]
     full, itemsize = chunk_rows(m, ctx.size), x.element_size()
     unit_rows = cdiv(cdiv(full, bm), subs) * bm
     ctx.engine.wait(ctx.ready.data_ptr(), 1)

@@ -101,8 +101,9 @@ def gemm_rs(
 def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
-    aligned = tiling.is_tma_aligned(x) and tiling.is_tma_aligned(weight)
-    tile = tiling.choose(ctx.world.executor.capability, x.dtype, full, n, aligned)
+    capability = ctx.world.executor.capability
+    tile = tiling.choose(capability, x.dtype, full, n)
+    tile, (x, weight) = tiling.readable(tile, capability, full, x, weight)
     ld = tiling.round_up(n, 16)
     transport = ctx.choose(full * ld * x.element_size())
     subs = 1

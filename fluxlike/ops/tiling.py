@@ -1,6 +1,10 @@
-"""Which tile shape a call gets: one frozen table entry, chosen from the device, the dtype and the sizes."""
+"""Which tile shape a call gets, and how its operands are read.
 
-from dataclasses import dataclass
+Tiles are also the unit of the in-kernel signals, so every rank of a call must choose the same ``bm`` and ``bn``: `choose` looks
+only at what the ranks have in common. Whether a rank reads its operands by TMA is its own affair (`readable`).
+"""
+
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -8,6 +12,9 @@ import torch
 MIN_TILE = 32
 #: At most so many sub-chunks a chunk.
 MAX_SUBS = 4
+#: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
+SMALL_ROWS = 64
+CPU = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -23,31 +30,58 @@ class Tiling:
     tma: bool
 
 
-def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, aligned: bool) -> Tiling:
-    """The tiling for chunks of ``chunk_rows`` rows and ``n`` columns. ``aligned``: TMA may be used on the operands.
+def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int) -> Tiling:
+    """The tiling for chunks of ``chunk_rows`` rows and ``n`` columns.
 
     128×256×64 with 8 warps and three stages beat cuBLAS on every large shape of an H200; it needs the shared memory of
-    compute capability 9.0 (213 KB). 16-bit tiles below that use pointers and 96 KB. fp32 is computed at IEEE precision, so
+    compute capability 9.0 (213 KB). GPUs before that have no TMA and get 96 KB or less. fp32 is computed at IEEE precision, so
     on plain multiply-adds and not on tensor cores: small tiles.
     """
-    if capability == (0, 0):
-        return Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, aligned)
+    small = chunk_rows <= SMALL_ROWS
+    if capability == CPU:
+        return Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
     if dtype == torch.float32:
         return Tiling(64, 64, 32, 8, 4, 3, False)
-    if capability >= (9, 0) and aligned:
-        if chunk_rows <= 64:
+    if capability >= (9, 0):
+        if small:
             return Tiling(64, 128, 128, 8, 4, 4, True)
         wide = n > 128 and n % 16 == 0  # element-wise stores of a ragged result spill registers at 256 columns
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
-    if capability >= (9, 0) or capability == (8, 0):
-        return Tiling(64 if chunk_rows <= 64 else 128, 128, 64, 8, 8, 3, False)
-    return Tiling(64 if chunk_rows <= 64 else 128, 128, 32, 8, 8, 3, False)
+    return Tiling(64 if small else 128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+
+
+def readable(
+    tile: Tiling, capability: tuple[int, int], chunk_rows: int, *operands: torch.Tensor
+) -> tuple[Tiling, list[torch.Tensor]]:
+    """The tiling and the operands, such that the kernel can read them.
+
+    Where K or N forbids TMA there are two ways, and the faster one was measured on H200s (bf16, N=8192, K=7169 a rank, µs):
+    pointers against a copy to an aligned pitch: M=64 (K=3585) 141 against 264, M=256 277 against 315, M=2048 2200 against 556,
+    M=8192 (K=2049) 2622 against 712. So low tiles read by pointers and all others copy: x each time, the weight as well; a
+    caller who pads the weight's K to a multiple of 8 once saves that.
+    """
+    if not tile.tma or all(is_tma_aligned(t) for t in operands):
+        return tile, list(operands)
+    if capability == CPU:
+        return replace(tile, tma=False), list(operands)
+    if chunk_rows <= SMALL_ROWS:
+        return replace(tile, bk=64, warps=8, stages=3, tma=False), list(operands)
+    return tile, [t if is_tma_aligned(t) else pitched(t) for t in operands]
 
 
 def is_tma_aligned(t: torch.Tensor) -> bool:
     """A matrix with unit stride in one dimension that a TMA descriptor can address: 16-byte base and pitch, no empty side."""
     pitch = max(t.stride()) if min(t.shape) > 1 else t.shape[-1]
     return t.numel() > 0 and t.data_ptr() % 16 == 0 and (pitch * t.element_size()) % 16 == 0
+
+
+def pitched(t: torch.Tensor) -> torch.Tensor:
+    """A copy of a matrix whose rows (or columns, for a transposed view) start at multiples of 16 elements."""
+    stored = t if t.stride(1) == 1 else t.T
+    rows, columns = stored.shape
+    copy = stored.new_empty(rows, round_up(columns, 16))[:, :columns]
+    copy.copy_(stored)
+    return copy if t.stride(1) == 1 else copy.T
 
 
 def is_vectorised(n: int, k: int, x: torch.Tensor, weight: torch.Tensor) -> bool:

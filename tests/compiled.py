@@ -1,0 +1,138 @@
+"""Kernels compiled for a GPU that is not there: Triton's own compiler, down to the machine code, and what can be read off it."""
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fluxlike.kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
+from fluxlike.kernels.gemm_rs import gemm_rs_kernel
+from fluxlike.ops.tiling import Tiling
+
+_CUOBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+_BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    ptx: str
+    ttgir: str
+    shared: int
+    registers: int
+    stack: int
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.ptx))
+
+
+def compile_kernel(kernel, signature: dict, constants: dict, capability: int, tile: Tiling) -> Compiled:
+    """``signature``: argument → Triton type; pointers are taken as 16-byte aligned, as fluxlike's launches see to."""
+    full = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if full[name].startswith("*")}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=full, constexprs=fixed, attrs=aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{word}:(\d+)", usage).group(1)) for word in ("REG", "STACK"))
+    return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, stack)
+
+
+def _block(dtype: str, *shape: int) -> str:
+    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
+
+
+@functools.cache
+def gemm_rs(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", capability: int = 90, **choices) -> Compiled:
+    """`gemm_rs_kernel` as `ops.gemm_rs` launches it. ``choices``: ranks, subs, tma_out, vec, kn, bias."""
+    kn, copies = choices.get("kn", False), transport == "copy_engine"
+    tma_out = choices.get("tma_out", tile.tma)
+    pointer, number = f"*{dtype}", "i32"
+    signature = dict.fromkeys(gemm_rs_kernel.arg_names, number) | {
+        "x": _block(dtype, tile.bm, tile.bk) if tile.tma else pointer,
+        "w": _block(dtype, *((tile.bk, tile.bn) if kn else (tile.bn, tile.bk))) if tile.tma else pointer,
+        "local": _block(dtype, tile.bm, tile.bn) if tile.tma and copies else pointer,
+        "stage": _block(dtype, 1, tile.bm, tile.bn // 2) if tile.tma else pointer,
+        "out": _block(dtype, tile.bm, tile.bn // 2) if tma_out else pointer,
+        "bias": pointer, "stage_ptr": pointer, "ready": "*i32", "full": "*i32", "flags": "*i64", "ctl": "*i64",
+    }  # fmt: skip
+    constants = dict(
+        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out, VEC=choices.get("vec", True), W_IS_KN=kn,
+        HAS_BIAS=choices.get("bias", False),
+    )  # fmt: skip
+    return compile_kernel(gemm_rs_kernel, signature, constants, capability, tile)
+
+
+@functools.cache
+def ag_gemm(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", capability: int = 90, **choices) -> Compiled:
+    """`ag_gemm_kernel` as `ops.ag_gemm` launches it. ``choices``: ranks, subs, tma_out, vec, kn, bias."""
+    kn, copies = choices.get("kn", False), transport == "copy_engine"
+    tma_out = choices.get("tma_out", tile.tma)
+    pointer, number = f"*{dtype}", "i32"
+    signature = dict.fromkeys(ag_gemm_kernel.arg_names, number) | {
+        "x": _block(dtype, tile.bm, tile.bk) if tile.tma else pointer,
+        "gathered": _block(dtype, 1, tile.bm, tile.bk) if tile.tma else pointer,
+        "w": _block(dtype, *((tile.bk, tile.bn) if kn else (tile.bn, tile.bk))) if tile.tma else pointer,
+        "out": _block(dtype, tile.bm, tile.bn) if tma_out else pointer,
+        "x_ptr": pointer, "gathered_ptr": pointer, "bias": pointer,
+        "go": "*i32", "full": "*i32", "flags": "*i64", "ctl": "*i64",
+    }  # fmt: skip
+    constants = dict(
+        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=4,
+        PUSH_BM=16, PUSH_BK=256, FIRST=True, LAST=True, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
+        VEC=choices.get("vec", True), W_IS_KN=kn, HAS_BIAS=choices.get("bias", False),
+    )  # fmt: skip
+    return compile_kernel(ag_gemm_kernel, signature, constants, capability, tile)
+
+
+@functools.cache
+def ag_collect(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", capability: int = 90, **choices) -> Compiled:
+    """`ag_collect_kernel` as `ops.ag_gemm` launches it. ``choices``: ranks, subs, vec."""
+    pointer = f"*{dtype}"
+    signature = dict.fromkeys(ag_collect_kernel.arg_names, "i32") | {
+        "x": pointer, "gathered": pointer, "out": pointer, "full": "*i32", "flags": "*i64", "ctl": "*i64",
+    }  # fmt: skip
+    constants = dict(
+        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, PIECES=4, COPY_BM=16, COPY_BK=256,
+        COPY_ENGINE=transport == "copy_engine", VEC=choices.get("vec", True),
+    )  # fmt: skip
+    return compile_kernel(ag_collect_kernel, signature, constants, capability, tile)
+
+
+def lint(ptx: str) -> list[str]:
+    """What is wrong with the order of stores and releases in a PTX text; empty when nothing is.
+
+    A release by one thread orders the other threads' stores only behind a CTA barrier, and a TMA store only once the issuing
+    thread has waited for the whole of it (``wait_group 0``; the ``.read`` form speaks of its source alone). Stores under the
+    predicate of the release are its own thread's.
+    """
+    problems: list[str] = []
+    stored: set[str] = set()  # the predicates of stores since the last barrier
+    undrained = False
+    for line in (text.strip() for text in ptx.splitlines()):
+        predicate = line.split()[0] if line.startswith("@") else ""
+        if re.search(r"\b(atom|red|st)\.\S*(release|acq_rel)", line):
+            if stored - {predicate or None}:
+                problems.append(f"stores are not behind a CTA barrier: {line}")
+            if undrained:
+                problems.append(f"a TMA store is not drained: {line}")
+        elif re.search(r"cp\.async\.bulk\.tensor\.\S*\.global\.shared", line):
+            undrained = True
+            stored.add("TMA")
+        elif re.search(r"\bst\.(volatile\.|relaxed\.\w+\.)?global", line):
+            stored.add(predicate)
+        elif re.search(r"cp\.async\.bulk\.wait_group\s+0", line):
+            undrained = False
+        elif re.search(r"\bbar(rier)?\.(cta\.)?sync", line):
+            stored.clear()
+    return problems

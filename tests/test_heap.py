@@ -1,0 +1,148 @@
+"""The symmetric heap: who gets which range, and that all ranks see one another's bytes in it."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import device, run_ranks
+
+from fluxlike.runtime import world
+from fluxlike.runtime.heap import ALIGN, first_fit, give, take
+
+SIZE = 64
+
+
+def covered(free):
+    return {byte for start, size in free for byte in range(start, start + size)}
+
+
+def well_formed(free):
+    """Sorted, not empty, not touching one another."""
+    ends = [(start, start + size) for start, size in free]
+    return all(size > 0 for _, size in free) and all(a[1] < b[0] for a, b in itertools.pairwise(ends))
+
+
+@given(st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 12)), max_size=12))
+def test_take_and_give_are_inverse(wishes):
+    free, held = [(0, SIZE)], []
+    for offset, nbytes in wishes:
+        if not set(range(offset, offset + nbytes)) <= covered(free):
+            continue
+        before = covered(free)
+        free = take(free, offset, nbytes)
+        held.append((offset, nbytes))
+        assert covered(free) == before - set(range(offset, offset + nbytes))
+        assert well_formed(free)
+    for block in held[::2] + held[1::2]:
+        before = covered(free)
+        free = give(free, *block)
+        assert covered(free) == before | set(range(block[0], sum(block)))
+        assert well_formed(free)
+    assert free == [(0, SIZE)]
+
+
+ORDERS = st.lists(
+    st.tuples(st.sampled_from(((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3), (2,))), st.integers(1, 30), st.booleans()),
+    max_size=25,
+)
+
+
+@given(orders=ORDERS, segments=st.integers(1, 3))
+def test_groups_share_a_heap_without_overlap(orders, segments):
+    """Groups allocate and free in any order: never two on one byte of a rank, the same place on all ranks of a group."""
+    ranks = range(4)
+    free = {rank: [[(0, SIZE)] for _ in range(segments)] for rank in ranks}
+    held = []
+    for group, nbytes, release in orders:
+        mine = [block for block in held if block[0] == group]
+        if release and mine:
+            _, index, offset, size = block = mine[0]
+            held.remove(block)
+            for rank in group:
+                free[rank][index] = give(free[rank][index], offset, size)
+            continue
+        views = [[free[rank] for rank in group] for _ in group]
+        places = [first_fit(view, nbytes) for view in views]
+        assert all(place == places[0] for place in places)
+        room = [
+            set.intersection(*(covered(free[rank][index]) for rank in group)) for index in range(segments)
+        ]
+        fits = any(set(range(at, at + nbytes)) <= left for left in room for at in range(SIZE - nbytes + 1))
+        assert (places[0] is not None) == fits
+        if places[0] is None:
+            continue
+        index, offset = places[0]
+        for rank in group:
+            free[rank][index] = take(free[rank][index], offset, nbytes)
+        held.append((group, index, offset, nbytes))
+    for rank, index in itertools.product(ranks, range(segments)):
+        used = [range(o, o + n) for g, i, o, n in held if rank in g and i == index]
+        taken = [byte for one in used for byte in one]
+        assert len(taken) == len(set(taken)), f"rank {rank} has one byte in two blocks"
+        assert covered(free[rank][index]) == set(range(SIZE)) - set(taken)
+    for group, index, offset, nbytes in held:
+        for rank in group:
+            free[rank][index] = give(free[rank][index], offset, nbytes)
+    assert all(free[rank] == [[(0, SIZE)]] * segments for rank in ranks)
+
+
+def test_first_fit_takes_the_first_segment_and_offset():
+    free = [[[(0, 4), (8, 8)], [(0, 99)]], [[(2, 14)], [(0, 99)]]]
+    assert first_fit(free, 2) == (0, 2)
+    assert first_fit(free, 3) == (0, 8)
+    assert first_fit(free, 9) == (1, 0)
+    assert first_fit(free, 100) is None
+    # A rank that knows of fewer segments bounds the search.
+    assert first_fit([free[0], free[1][:1]], 9) is None
+
+
+def peers(group):
+    """Each rank writes into each other's block through the view, and reads what the others wrote into its own."""
+    now = world.current()
+    control = now.control_of(group)
+    rank, size = control.rank, control.size
+    block = now.heap.allocate(1000, control, now.indices(control))
+    other = now.heap.allocate(10, control, now.indices(control))
+    assert block.nbytes == 1024 and block.nbytes % ALIGN == 0 and block.offset % ALIGN == 0
+    assert block.local.numel() == block.nbytes and block.local.device == device()
+    assert len(block.addresses) == size
+    assert block.addresses[rank] == block.local.data_ptr()
+    assert len(set(block.addresses)) == size
+    assert all(a - b for a, b in zip(block.addresses, other.addresses, strict=True)), "two blocks in one place"
+    block.local.fill_(0)
+    now.executor.synchronize()
+    dist.barrier(group)
+    for peer in range(size):
+        view = block.view(peer)
+        assert view.data_ptr() == block.addresses[peer] and view.numel() == block.nbytes
+        view.view(torch.int64)[rank] = 100 * rank + peer
+    now.executor.synchronize()
+    dist.barrier(group)
+    seen = block.local.view(torch.int64)[:size].tolist()
+    assert seen == [100 * source + rank for source in range(size)], f"rank {rank} sees {seen}"
+    dist.barrier(group)
+    offsets = [None] * size
+    dist.all_gather_object(offsets, (block.segment_index, block.offset), group=group)
+    assert len(set(offsets)) == 1, f"offsets differ: {offsets}"
+    now.heap.free(other)
+    now.heap.free(block)
+    again = now.heap.allocate(1000, control, now.indices(control))
+    assert (again.segment_index, again.offset) == (block.segment_index, block.offset), "freed space is not used again"
+    now.heap.free(again)
+    return block.offset
+
+
+def test_peers_see_writes():
+    for size in (1, 2, 3, 4):
+        offsets = run_ranks(peers, size)
+        assert len(set(offsets)) == 1
+
+
+def nobody_died(group):
+    assert world.current().heap.dead_ranks() == []
+
+
+def test_living_ranks_are_not_taken_for_dead():
+    run_ranks(nobody_died, 4)

@@ -1,0 +1,88 @@
+"""Rounding: random data, the error against float64 held to that of torch's own path in the same dtype.
+
+The rule: at most 1.5 times the error of torch.matmul and a reduce-scatter, or an all-gather and torch.matmul, on the same
+data. On GPUs the collectives are NCCL's. Gloo has no reduce-scatter for all dtypes, so on a CPU its arithmetic is written
+out: each rank's product is rounded to the dtype, and the sum over ranks is made in the dtype, one rank after the other
+along the ring, which is what a ring reduce-scatter does.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCHEDULES
+from ranks import device, rows_slice, run_ranks
+
+import fluxlike
+
+FACTOR = 1.5
+
+
+def normal(shape, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device())
+
+
+def errors(result: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
+    """Root mean square and largest, relative to the root mean square of the right values."""
+    off = result.double() - right
+    scale = right.square().mean().sqrt()
+    return (off.square().mean().sqrt() / scale).item(), (off.abs().max() / scale).item()
+
+
+def hold(what: str, ours: torch.Tensor, torchs: torch.Tensor, right: torch.Tensor) -> None:
+    for kind, our, its in zip(("rms", "largest"), errors(ours, right), errors(torchs, right), strict=True):
+        assert our <= FACTOR * its, f"{what}: {kind} error {our:.3e}, torch's {its:.3e}, ratio {our / its:.2f}"
+        assert its > 0, f"{what}: the yardstick has no error, so the test shows nothing"
+
+
+def reduce_scatter(partials: list[torch.Tensor], group) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' partials, as torch has it."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine = rows_slice(len(partials[0]), size, rank)
+    if device().type == "cuda" and len(partials[0]) % size == 0:
+        out = torch.empty_like(partials[rank][mine])
+        dist.reduce_scatter_tensor(out, partials[rank].contiguous(), group=group)
+        return out
+    total = partials[(rank + 1) % size][mine]
+    for step in range(2, size + 1):
+        total = total + partials[(rank + step) % size][mine]
+    return total
+
+
+def gemm_rs(group, dtype, m, n, k):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    xs = [normal((m, k), 2 * source, dtype) for source in range(size)]
+    ws = [normal((n, k), 2 * source + 1, dtype) for source in range(size)]
+    right = sum(x.double() @ w.double().T for x, w in zip(xs, ws, strict=True))[rows_slice(m, size, rank)]
+    torchs = reduce_scatter([x @ w.T for x, w in zip(xs, ws, strict=True)], group)
+    for schedule in SCHEDULES:
+        with fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule) as ctx:
+            ours = fluxlike.gemm_rs(xs[rank], ws[rank], ctx)
+            hold(f"gemm_rs {m, n, k} {dtype} {schedule} rank {rank} of {size}", ours, torchs, right)
+            assert ctx.last_path.startswith(schedule) and ctx.stats["launches"] == 1
+    hold(f"reference.gemm_rs {dtype}", fluxlike.reference.gemm_rs(xs[rank], ws[rank], group=group), torchs, right)
+
+
+def ag_gemm(group, dtype, m, n, k):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    x, w = normal((m, k), 100, dtype), normal((n, k), 101 + rank, dtype)
+    shard = x[rows_slice(m, size, rank)].contiguous()
+    right, torchs = x.double() @ w.double().T, x @ w.T
+    for schedule in SCHEDULES:
+        with fluxlike.create_ag_gemm_context(m, n, k, dtype, group, schedule) as ctx:
+            ours, gathered = fluxlike.ag_gemm(shard, w, ctx, m=m, return_gathered=True)
+            hold(f"ag_gemm {m, n, k} {dtype} {schedule} rank {rank} of {size}", ours, torchs, right)
+            assert torch.equal(gathered, x), f"gathered {dtype} {schedule}: a copy has no rounding"
+            assert ctx.last_path.startswith(schedule) and ctx.stats["launches"] == 2
+    hold(f"reference.ag_gemm {dtype}", fluxlike.reference.ag_gemm(shard, w, group=group, m=m), torchs, right)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize(("world", "m"), ((2, 128), (3, 97), (4, 96)))
+def test_gemm_rs_error(world, m, dtype):
+    run_ranks(gemm_rs, world, dtype=dtype, m=m, n=80, k=200)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize(("world", "m"), ((1, 64), (4, 97)))
+def test_ag_gemm_error(world, m, dtype):
+    run_ranks(ag_gemm, world, dtype=dtype, m=m, n=80, k=500)
