@@ -63,6 +63,7 @@ class Outcome:
     exit: int | None = None
     #: Seconds from the start of the body to its end.
     seconds: float = math.nan
+    pid: int | None = None
 
     @property
     def ok(self) -> bool:
@@ -201,6 +202,7 @@ class _Processes:
             outcomes.setdefault(rank, late)
             if outcomes[rank].exit is not None:
                 outcomes[rank].trace = self._last_words(rank)
+            outcomes[rank].pid = self.processes[rank].pid
         return [outcomes[rank] for rank in ranks]
 
     def _last_words(self, rank: int) -> str:
@@ -315,16 +317,21 @@ def close_torchrun() -> None:
 # what tests use
 
 
-def run_ranks(body: Callable, world: int = POOL_SIZE, *, timeout: float = 120, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    body: Callable, world: int = POOL_SIZE, *, timeout: float = 120, makes_groups: bool = False, **kwargs: Any
+) -> list[Any]:
     """The results of ``body(group, **kwargs)`` on ranks 0 … world-1; a failure on any rank fails the test on all.
 
     ``timeout``: seconds for the whole body, in the pool; under torchrun the waits of the library are what is bounded.
+    ``makes_groups``: the body calls torch.distributed.new_group, so there may be no rank that does not run it.
     """
     global _torchrun
     if not TORCHRUN:
+        assert not makes_groups or world == POOL_SIZE
         return _run_in_pool(body, world, timeout, kwargs)
-    if world > int(os.environ["WORLD_SIZE"]):
-        pytest.skip(f"needs {world} ranks, torchrun started {os.environ['WORLD_SIZE']}")
+    there = int(os.environ["WORLD_SIZE"])
+    if world > there or (makes_groups and world != there):
+        pytest.skip(f"needs {world} ranks, torchrun started {there}")
     if _torchrun is None:
         _torchrun = _Torchrun()
     return _torchrun.run(body, world, kwargs)

@@ -51,7 +51,7 @@ ORDERS = st.lists(
 
 @given(orders=ORDERS, segments=st.integers(1, 3))
 def test_groups_share_a_heap_without_overlap(orders, segments):
-    """Groups allocate and free in any order: never two on one byte of a rank, the same place on all ranks of a group."""
+    """Groups allocate and free in any order: one block per byte of a rank, the same place on all ranks of a group."""
     ranks = range(4)
     free = {rank: [[(0, SIZE)] for _ in range(segments)] for rank in ranks}
     held = []

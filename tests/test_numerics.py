@@ -1,9 +1,9 @@
 """Rounding: random data, the error against float64 held to that of torch's own path in the same dtype.
 
-The rule: at most 1.5 times the error of torch.matmul and a reduce-scatter, or an all-gather and torch.matmul, on the same
-data. On GPUs the collectives are NCCL's. Gloo has no reduce-scatter for all dtypes, so on a CPU its arithmetic is written
-out: each rank's product is rounded to the dtype, and the sum over ranks is made in the dtype, one rank after the other
-along the ring, which is what a ring reduce-scatter does.
+The rule: at most 1.5 times the error of torch.matmul and a reduce-scatter, or an all-gather and torch.matmul, on the
+same data. On GPUs the collectives are NCCL's. Gloo has no reduce-scatter for all dtypes, so on a CPU its arithmetic is
+written out: each rank's product is rounded to the dtype, and the sum over ranks is made in the dtype, one rank after
+the other along the ring, which is what a ring reduce-scatter does.
 """
 
 import pytest

@@ -226,7 +226,7 @@ class AllGather(Model):
     def call(self, rank, program, call):
         if program == 0 or not self.copy_engine:
             yield from self.credits(rank, call)
-        if self.copy_engine and program == 0:
+        if self.copy_engine and program == 0 and self.ranks > 1:
             yield from self.give("go", rank, call)
         rows = tiles.rows_of(self.m, self.ranks, rank)
         if not self.copy_engine:
@@ -245,11 +245,18 @@ class AllGather(Model):
                 else:
                     yield "wait", ("row", rank, source, call, row), 1
 
+    def last(self, rank, call):
+        for step in range(1, self.ranks if self.copy_engine else 1):
+            source = (rank + step) % self.ranks
+            for sub in range(self.subs):
+                if self.rows(source, sub) > 0:
+                    yield "wait", ("full", rank, source, call, sub), 1
+        yield from super().last(rank, call)
+
     def engine(self, rank):
         for call in range(self.calls):
-            if self.ranks > 1:
-                yield "wait", ("go", rank, call), 1
-                yield "clear", ("go", rank, call), 0
+            yield "wait", ("go", rank, call), 1
+            yield "clear", ("go", rank, call), 0
             for step in range(1, self.ranks):
                 for sub in range(self.subs):
                     if self.rows(rank, sub) > 0:

@@ -41,7 +41,7 @@ import triton.language as tl
 
 from .blocks import load_a, load_b, sixteens, store_block, vectorised
 from .lang import tma_acquire
-from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, wait, wait_credits
+from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
 from .tiles import own_tile, remote_tile
 
 
@@ -94,7 +94,7 @@ def end_call(
                     flag = full + (slot * R + source) * S + unit
                     valid = M - source * chunk_rows - unit * unit_rows
                     wait(flag, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
-                    tl.store(flag, 0)
+            reset(full + slot * R * S, R * S)
         finish(ctl, slot, rank, epoch, R)  # (D)
 
 

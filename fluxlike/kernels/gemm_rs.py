@@ -11,8 +11,8 @@ r+1, r+2, …, r-1, then the tiles of the own chunk. What must travel is compute
 at any time, and the own chunk gives the wire time to deliver what the sum needs.
 
 Where partial sums travel. Rank r's partial of chunk d goes to rank d's *slot* r: rows [r·pitch, r·pitch + rows_d) of slot set
-``slot`` of d's ``stage`` [2, R·pitch, ld] (pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots can always
-be read and written in whole vectors.
+``slot`` of d's ``stage`` [2, R·pitch, ld]. pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots
+can always be read and written in whole vectors.
 
 * COPY_ENGINE: the tile is stored to ``local`` [R·pitch, ld] on this GPU and counted in ``ready[unit]``; a side stream waits for
   the count, lets a copy engine push the unit into the owner's slot and writes the owner's ``full`` word (`ops.gemm_rs`).
@@ -64,6 +64,7 @@ from .sync import (
     peer_address,
     publish_add,
     publish_set,
+    reset,
     wait,
     wait_credits,
 )
@@ -204,6 +205,5 @@ def gemm_rs_kernel(
     # ---- the end of the call ----------------------------------------------------------------------------------------
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
-            for word in range(R * S):
-                tl.store(full + slot * R * S + word, 0)
+            reset(full + slot * R * S, R * S)
         finish(ctl, slot, rank, epoch, R)  # (D)

@@ -144,6 +144,13 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
+def reset(words, count):
+    """Set ``count`` 32-bit words to 0: the copy engines' flags of a call that has seen all of them; before its credits."""
+    for word in range(count):
+        tl.store(words + word, 0)
+
+
+@triton.jit
 def is_last_program(ctl, TMA: tl.constexpr):
     """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
     drain_stores(TMA)

@@ -22,6 +22,9 @@ PIECES = 4
 class AGGemmContext(Context):
     """Slots for the gathered input of calls up to ``max_m`` rows and ``k`` columns."""
 
+    # 4×H200, N=57344, K=8192, µs, copy engine against in-kernel: shards of 4 MiB 431 : 481, of 8 MiB 752 : 828
+    copy_engine_from = 4 << 20
+
     def __init__(
         self, max_m: int, k: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, n: int | None = None
     ) -> None:

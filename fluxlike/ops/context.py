@@ -47,6 +47,9 @@ class Context:
     (calls, kernel launches, copies queued), ``group_ranks``, ``rank``, ``size``.
     """
 
+    #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
+    copy_engine_from = 4 << 20
+
     def __init__(self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int) -> None:
         """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets."""
         self.op, self.dtype, self.schedule = op, dtype, schedule
@@ -131,11 +134,11 @@ class Context:
     def peer_full(self, peer: int, index: int) -> int:
         return self.block.addresses[peer] + self.offsets["full"] + 4 * index
 
-    def choose(self, wire_bytes: int) -> str:
-        """The transport of a call whose copies carry ``wire_bytes`` each."""
+    def choose(self, chunk_bytes: int) -> str:
+        """The transport of a call whose chunks have ``chunk_bytes`` bytes each."""
         if self.schedule != "auto":
             return self.schedule
-        return "copy_engine" if wire_bytes >= AUTO_COPY_BYTES else "in_kernel"
+        return "copy_engine" if chunk_bytes >= self.copy_engine_from else "in_kernel"
 
     # -- failure --------------------------------------------------------------------------------------------------------
 
@@ -215,9 +218,6 @@ class Context:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-
-#: Copies of at least so many bytes go to the copy engine under schedule="auto".
-AUTO_COPY_BYTES = 4 << 20
 
 _by_ctl: dict[int, Context] = {}
 _waits: dict[int, tuple[float, int]] = {}

@@ -18,6 +18,9 @@ from .context import Context, check_arguments, kept, resolve
 class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
 
+    # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
+    copy_engine_from = 6 << 20
+
     def __init__(
         self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, k: int | None = None
     ) -> None:
@@ -48,7 +51,7 @@ def create_gemm_rs_context(
         dtype: torch.bfloat16, torch.float16 or torch.float32, of x, weight and the result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
-            kernel's own stores to the peer), or "auto" (copy engine from 4 MiB a chunk on).
+            kernel's own stores to the peer), or "auto" (copy engine from 6 MiB a chunk on).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.

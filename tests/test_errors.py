@@ -1,0 +1,372 @@
+"""What goes wrong is said: the kind of error, the value, the remedy; and afterwards the process still works."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import AGCase, RSCase
+from ranks import device, run_fresh, run_ranks
+
+import fluxlike
+from fluxlike.runtime import env
+
+F32, BF16 = torch.float32, torch.bfloat16
+MAKERS = (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context)
+
+
+def refuses(call, kind: type[Exception], *words: object) -> None:
+    """``call()`` raises exactly ``kind``, and its message has all the words."""
+    try:
+        call()
+    except Exception as error:
+        assert type(error) is kind, f"{type(error).__name__} and not {kind.__name__}: {error}"
+        missing = [str(word) for word in words if str(word) not in str(error)]
+        assert not missing, f"{missing} not in: {error}"
+        return
+    raise AssertionError(f"nothing was raised; expected {kind.__name__} with {words}")
+
+
+def works(group, rs=None, ag=None) -> None:
+    """Both operations still do, on the contexts that are given or on new ones."""
+    size = dist.get_world_size(group)
+    rs = rs or fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="copy_engine")
+    ag = ag or fluxlike.create_ag_gemm_context(24, 12, 8, F32, group, "copy_engine")
+    RSCase(23, 12, [8] * size, F32, 1).check(rs, group, rs.schedule)
+    AGCase(23, [12] * size, 8, F32, 1).check(ag, group, ag.schedule, False)
+
+
+def here(*shape, dtype=F32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=device())
+
+
+def bad_operands(group):
+    elsewhere = torch.device("meta")
+    x, w, b = here(24, 8), here(12, 8), here(12)
+    size = dist.get_world_size(group)
+    shard = here(24 // size, 8)
+    with (
+        fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="in_kernel") as rs,
+        fluxlike.create_ag_gemm_context(24, 12, 8, F32, group, "copy_engine") as ag,
+    ):
+        for op, call, first in (
+            ("gemm_rs", lambda x, w, **how: fluxlike.gemm_rs(x, w, rs, **how), x),
+            ("ag_gemm", lambda x, w, **how: fluxlike.ag_gemm(x, w, ag, **how), shard),
+            ("gemm_rs", lambda x, w, **how: fluxlike.reference.gemm_rs(x, w, group=group, **how), x),
+            ("ag_gemm", lambda x, w, **how: fluxlike.reference.ag_gemm(x, w, group=group, **how), shard),
+        ):
+            f, name = first, f"{op}: "
+            refuses(lambda: call(f[0], w), ValueError, name, "x", (8,), "2 dimensions", "reshape")
+            refuses(lambda: call(f, b), ValueError, name, "weight", (12,), "2 dimensions")
+            refuses(lambda: call(f, w, bias=here(1, 12)), ValueError, name, "bias", (1, 12), "1 dimension")
+            refuses(lambda: call(f, "w"), ValueError, name, "weight", "str", "tensor")
+            refuses(lambda: call(f.to(elsewhere), w), ValueError, name, "x", "meta", device(), ".to(")
+            refuses(lambda: call(f, w.to(elsewhere)), ValueError, name, "weight", "meta", device(), ".to(")
+            refuses(lambda: call(f, w, bias=b.to(elsewhere)), ValueError, name, "bias", "meta", ".to(")
+            refuses(lambda: call(f.double(), w.double()), ValueError, name, "x", "float64", "bfloat16", "float32")
+            refuses(lambda: call(f.int(), w.int()), ValueError, name, "int32", "bfloat16")
+            refuses(lambda: call(f, w.half()), ValueError, name, "weight", "float16", "float32", ".to(")
+            refuses(lambda: call(f, w, bias=b.bfloat16()), ValueError, name, "bias", "bfloat16", ".to(")
+            refuses(lambda: call(f, here(8, 12)), ValueError, name, (8, 12), tuple(f.shape), "[N, K]", "weight.T")
+            refuses(lambda: call(f, w, bias=here(13)), ValueError, name, "bias", (13,), "[12]")
+            refuses(lambda: call(f, w, bias=here(24)[::2]), ValueError, name, "bias", "stride (2,)", "contiguous")
+            wide = here(f.shape[0], 16)[:, ::2]
+            refuses(lambda: call(wide, w), ValueError, name, "x", wide.stride(), "contiguous()")
+            refuses(lambda: call(f, here(12, 16)[:, ::2]), ValueError, name, "weight", (16, 2), "contiguous()")
+        works(group, rs, ag)
+
+
+@pytest.mark.parametrize("world", (1, 3))
+def test_bad_operands(world):
+    run_ranks(bad_operands, world)
+
+
+def missing_operands(group):
+    """None where a tensor must be."""
+    refuses(lambda: fluxlike.gemm_rs(None, here(4, 4), group=group), ValueError, "gemm_rs: x", "NoneType")
+    refuses(lambda: fluxlike.gemm_rs(here(4, 4), None, group=group), ValueError, "gemm_rs: weight", "NoneType")
+    refuses(lambda: fluxlike.ag_gemm(None, here(4, 4), group=group), ValueError, "ag_gemm: x", "NoneType")
+    refuses(lambda: fluxlike.ag_gemm(here(4, 4), [None], group=group), ValueError, "ag_gemm: weight", "NoneType")
+
+
+def test_missing_operands():
+    run_ranks(missing_operands, 1)
+
+
+def bad_out(group):
+    x, w = here(24, 8), here(12, 8)
+    rows = 24 // dist.get_world_size(group)
+    with fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="in_kernel") as rs:
+        for call in (
+            lambda out: fluxlike.gemm_rs(x, w, rs, out=out),
+            lambda out: fluxlike.reference.gemm_rs(x, w, rs, out=out),
+        ):
+            for out in (here(rows + 1, 12), here(rows, 12, dtype=BF16), here(rows, 24)[:, ::2], here(12, rows).T):
+                refuses(lambda: call(out), ValueError, "out", tuple(out.shape), out.dtype, out.stride(), (rows, 12))  # noqa: B023
+        works(group, rs)
+
+
+def test_bad_out():
+    run_ranks(bad_out, 2)
+
+
+def bad_calls(group):
+    """The call does not fit its context."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    x, w = here(24, 8), here(12, 8)
+    shard = here(24 // size, 8)
+    alone = fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="copy_engine")
+    ag = fluxlike.create_ag_gemm_context(24, 12, 8, F32, group, "in_kernel")
+    refuses(lambda: fluxlike.gemm_rs(x, w, ag), ValueError, "gemm_rs", "ag_gemm", "create_gemm_rs_context")
+    refuses(lambda: fluxlike.ag_gemm(shard, w, alone), ValueError, "ag_gemm", "gemm_rs", "create_ag_gemm_context")
+    refuses(lambda: fluxlike.gemm_rs(x, w, "ctx"), ValueError, "gemm_rs", "str", "create_gemm_rs_context")
+    refuses(lambda: fluxlike.gemm_rs(x.half(), w.half(), alone), ValueError, "float16", "float32", "dtype=torch.float16")
+    refuses(lambda: fluxlike.ag_gemm(shard.half(), w.half(), ag), ValueError, "float16", "float32", "dtype=torch.float16")
+    refuses(lambda: fluxlike.gemm_rs(here(25, 8), w, alone), ValueError, "M=25", "max_m=24", "context", "max_m=25")
+    refuses(lambda: fluxlike.gemm_rs(x, here(13, 8), alone), ValueError, "N=13", "n=12", "n=13")
+    longer = here(24 // size + 1, 8)
+    refuses(lambda: fluxlike.ag_gemm(longer, w, ag), ValueError, f"M={24 + size}", "max_m=24")
+    refuses(lambda: fluxlike.ag_gemm(here(24 // size, 9), here(12, 9), ag), ValueError, "K=9", "k=8", "k=9")
+    refuses(lambda: fluxlike.ag_gemm(shard, w, ag, m=26), ValueError, 24 // size, "m=26", "torch.chunk", f"rank {rank}")
+    refuses(lambda: fluxlike.ag_gemm(shard, [], ag), ValueError, "0 weights", "at least one")
+    refuses(lambda: fluxlike.ag_gemm(shard, [w, w], ag, bias=[None]), ValueError, "2 weights", "1 biases")
+    works(group, alone, ag)
+    alone.close()
+    ag.close()
+    refuses(lambda: fluxlike.gemm_rs(x, w, alone), RuntimeError, "gemm_rs", "closed", "create_gemm_rs_context")
+    refuses(lambda: fluxlike.ag_gemm(shard, w, ag), RuntimeError, "ag_gemm", "closed", "create_ag_gemm_context")
+    refuses(alone.check, RuntimeError, "closed")
+    works(group)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_calls_that_do_not_fit_the_context(world):
+    run_ranks(bad_calls, world)
+
+
+def another_group(group):
+    x, w = here(24, 8), here(12, 8)
+    single = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
+    with fluxlike.create_gemm_rs_context(24, 12, dtype=F32, schedule="in_kernel") as ctx:
+        if single is not None:
+            refuses(lambda: fluxlike.gemm_rs(x, w, ctx, group=single), ValueError, "group", [0], ctx.group_ranks)
+        # The same ranks are the same group, whatever the object.
+        RSCase(20, 12, [8] * ctx.size, F32, 2).check(ctx, group, "in_kernel", group=group)
+
+
+def test_a_group_that_is_not_the_context_s():
+    run_ranks(another_group, 4)
+
+
+def bad_contexts(group):
+    rs, ag = MAKERS
+    for make in MAKERS:
+        for place, name in ((0, "max_m"), (1, "n"), (2, "k")):
+            for value in (0, -3, True, 2.0, "8"):
+                sizes = [16, 16, 16]
+                sizes[place] = value
+                refuses(lambda: make(*sizes, F32, group), ValueError, f"{name}={value!r}", "whole number above 0")  # noqa: B023
+        refuses(lambda: make(16, 16, 16, torch.float64, group), ValueError, "torch.float64", "torch.bfloat16")  # noqa: B023
+        refuses(lambda: make(16, 16, 16, "bf16", group), ValueError, "bf16", "torch.bfloat16")  # noqa: B023
+        refuses(lambda: make(16, 16, 16, F32, group, "fast"), ValueError, "'fast'", "'copy_engine'", "'in_kernel'")  # noqa: B023
+    refuses(lambda: rs(None, 16, dtype=F32, group=group), ValueError, "max_m", "None")
+    refuses(lambda: ag(16, 16, None, F32, group), ValueError, "k", "None")
+    works(group)
+
+
+def test_bad_arguments_of_a_context():
+    run_ranks(bad_contexts, 2)
+
+
+def disagreement(group):
+    """One rank asks for something else: every rank is told, with both values, and the next context is made."""
+    odd = dist.get_rank(group) == 1
+    for make in MAKERS:
+        for good, other in (
+            ((16, 16, 16, F32), (24, 16, 16, F32)),
+            ((16, 16, 16, F32), (16, 17, 16, F32)),
+            ((16, 16, 16, F32), (16, 16, 18, F32)),
+            ((16, 16, 16, F32), (16, 16, 16, BF16)),
+        ):
+            sizes = other if odd else good
+            differs = next(i for i in range(4) if good[i] != other[i])
+            refuses(lambda: make(*sizes, group), ValueError, good[differs], other[differs], "rank", "same arguments")  # noqa: B023
+        refuses(
+            lambda: make(16, 16, 16, F32, group, "in_kernel" if odd else "copy_engine"),  # noqa: B023
+            ValueError, "in_kernel", "copy_engine", "same arguments",
+        )  # fmt: skip
+    works(group)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_that_disagree_on_a_context(world):
+    run_ranks(disagreement, world)
+
+
+def one_bad_rank(group):
+    """A bad argument on one rank fails on all: there with its own message, elsewhere with the rank and the message."""
+    rank = dist.get_rank(group)
+    for make in MAKERS:
+        for guilty in range(dist.get_world_size(group)):
+            sizes = (-5 if rank == guilty else 16, 16, 16)
+            words = ["max_m=-5", "whole number"]
+            if rank != guilty:
+                words.append(f"rank {guilty}")
+            refuses(lambda: make(*sizes, F32, group), ValueError, *words)  # noqa: B023
+    works(group)
+
+
+def test_a_bad_argument_on_one_rank():
+    run_ranks(one_bad_rank, 3)
+
+
+def second_init(group):
+    refuses(fluxlike.init, RuntimeError, "already", "finalize")
+    refuses(lambda: fluxlike.init(heap="nonsense"), RuntimeError, "already", "finalize")
+    assert fluxlike.is_initialized()
+    works(group)
+
+
+def test_init_twice():
+    run_ranks(second_init, 2)
+
+
+def life(group):
+    """Before init, after a failed init, between two lives, after the last: always an error that names init."""
+    x, w = torch.ones(8, 4), torch.ones(4, 4)
+    calls = [
+        lambda: fluxlike.gemm_rs(x, w),
+        lambda: fluxlike.ag_gemm(x, w),
+        lambda: fluxlike.reference.gemm_rs(x, w),
+        lambda: fluxlike.reference.ag_gemm(x, w),
+        lambda: fluxlike.create_gemm_rs_context(8, 4),
+        lambda: fluxlike.create_ag_gemm_context(8, 4, 4),
+    ]
+
+    def all_refuse():
+        assert not fluxlike.is_initialized()
+        for call in calls:
+            refuses(call, RuntimeError, "fluxlike.init")
+
+    all_refuse()
+    fluxlike.finalize()
+    all_refuse()
+    refuses(lambda: fluxlike.init(heap="disk"), ValueError, "'disk'", "'nvshmem'", "'shm'")
+    if not torch.cuda.is_available():
+        refuses(lambda: fluxlike.init(heap="nvshmem"), RuntimeError, "nvshmem", "CUDA", "doctor", "'shm'")
+    all_refuse()
+    odd = dist.get_rank() == 1
+    refuses(lambda: fluxlike.init(heap="shm", heap_bytes=(1 << 20) + odd * 4096), ValueError, "same arguments", 1 << 20)
+    refuses(lambda: fluxlike.init(heap="disk" if odd else "shm"), ValueError, "'disk'")
+    all_refuse()
+    for _ in range(2):
+        fluxlike.init(heap="shm", heap_bytes=4 << 20)
+        left_open = fluxlike.create_gemm_rs_context(8, 4, dtype=F32)
+        works(group)
+        fluxlike.finalize()
+        assert left_open.closed, "finalize closes the contexts"
+        all_refuse()
+        refuses(lambda: fluxlike.gemm_rs(x, w, left_open), RuntimeError, "fluxlike.init")  # noqa: B023
+        left_open.close()
+        assert dist.is_initialized(), "finalize ended a torch.distributed that it had not started"
+
+
+def test_before_and_after_init():
+    for outcome in run_fresh(life, 2, timeout=100):
+        assert outcome.ok, str(outcome)
+
+
+def heap_sizes(group):
+    for value in (-1, 0, 1.5, "1G"):
+        refuses(lambda: fluxlike.init(heap="shm", heap_bytes=value), ValueError, "heap_bytes", repr(value))  # noqa: B023
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    works(group)
+    fluxlike.finalize()
+
+
+def test_heap_bytes_that_are_no_size():
+    for outcome in run_fresh(heap_sizes, 2):
+        assert outcome.ok, str(outcome)
+
+
+def bad_environment(group, name, value):
+    """A variable that cannot be read fails init on all ranks, also when only one rank has it so."""
+    for who in (range(2), (1,)):
+        before = os.environ.get(name)
+        if dist.get_rank() in who:
+            os.environ[name] = value
+        refuses(lambda: fluxlike.init(heap="shm"), ValueError, name, repr(value))
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    works(group)
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    (("FLUXLIKE_TIMEOUT_S", "soon"), ("FLUXLIKE_HEAP_BYTES", "12 parsecs"), ("FLUXLIKE_CPU_PROGRAMS", "0")),
+)
+def test_an_environment_that_cannot_be_read(name, value):
+    for outcome in run_fresh(bad_environment, 2, {"FLUXLIKE_TIMEOUT_S": "20"}, name=name, value=value):
+        assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "good", "bad"),
+    (
+        (env.timeout_s, "FLUXLIKE_TIMEOUT_S", {"3": 3, "0.5": 0.5, "": 120}, ("0", "-1", "soon", "nan", "inf")),
+        (env.cpu_programs, "FLUXLIKE_CPU_PROGRAMS", {"1": 1, "64": 64, "": 2}, ("0", "65", "-2", "1.5", "many")),
+        (
+            env.heap_bytes,
+            "FLUXLIKE_HEAP_BYTES",
+            {"4096": 4096, "64K": 64 << 10, "512M": 512 << 20, "2g": 2 << 30, "": None},
+            ("0", "-4G", "G", "1T", "1.5G", "0K"),
+        ),
+    ),
+)
+def test_environment_variables(monkeypatch, read, name, good, bad):
+    for text, value in good.items():
+        monkeypatch.setenv(name, text)
+        assert read() == value, f"{name}={text!r}"
+    for text in bad:
+        monkeypatch.setenv(name, text)
+        refuses(read, ValueError, name, repr(text))
+    monkeypatch.delenv(name)
+    assert read() == good[""]
+
+
+def without_torchrun(group):
+    """torch.distributed not initialised, and nothing in the environment to do it from."""
+    dist.destroy_process_group()
+    refuses(fluxlike.init, RuntimeError, "RANK", "WORLD_SIZE", "MASTER_ADDR", "launch.sh", "init_process_group")
+    assert not fluxlike.is_initialized() and not dist.is_initialized()
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    works(None)
+    fluxlike.finalize()
+    assert not dist.is_initialized(), "what init started, finalize ends"
+
+
+def test_init_without_torchrun():
+    for outcome in run_fresh(without_torchrun, 1):
+        assert outcome.ok, str(outcome)
+
+
+def sub_world(group):
+    """init for some ranks only; a group that reaches outside is refused."""
+    inner = dist.new_group([0, 1])
+    outer = dist.new_group([0, 2])
+    if dist.get_rank() < 2:
+        fluxlike.init(group=inner, heap="shm", heap_bytes=4 << 20)
+        works(inner)
+        if dist.get_rank() == 0:
+            refuses(lambda: fluxlike.create_gemm_rs_context(8, 8, group=outer), ValueError, [2], "outside", "fluxlike.init")
+        fluxlike.finalize()
+
+
+def test_init_for_a_part_of_the_ranks():
+    for outcome in run_fresh(sub_world, 3, {"FLUXLIKE_TIMEOUT_S": "20"}):
+        assert outcome.ok, str(outcome)

@@ -1,0 +1,170 @@
+"""Tensor-parallel groups inside a larger world: two pairs of ranks side by side, and the world around them."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCHEDULES, AGCase, RSCase, poison
+from ranks import run_fresh, run_ranks
+
+import fluxlike
+from fluxlike.runtime import world
+
+LAYOUTS = {"blocks": ((0, 1), (2, 3)), "stripes": ((0, 2), (1, 3)), "unequal": ((0, 1, 2), (3,))}
+_made: dict[str, list] = {}
+
+
+def my_group(layout: str):
+    """This rank's group of a layout and its place; the groups are made once in a process, by all ranks."""
+    if layout not in _made:
+        _made[layout] = [dist.new_group(list(ranks)) for ranks in LAYOUTS[layout]]
+    rank = dist.get_rank()
+    place = next(i for i, ranks in enumerate(LAYOUTS[layout]) if rank in ranks)
+    return _made[layout][place], place
+
+
+def side_by_side(group, layout, dtype):
+    """Contexts of other sizes, in other numbers, made and closed at other times in each group, with world calls between."""
+    mine, place = my_group(layout)
+    dtype, size = getattr(torch, dtype), dist.get_world_size(mine)
+    seeds = itertools.count(1000 * place)
+    m, n, k = ((90, 40, 30), (33, 100, 64))[place]
+    with fluxlike.create_gemm_rs_context(64, 48, dtype=dtype, group=group, schedule="in_kernel") as everyone:
+        for schedule in SCHEDULES:
+            rs = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=mine, schedule=schedule)
+            poison(rs, mine)
+            assert rs.group_ranks == list(LAYOUTS[layout][place]) and rs.size == size
+            extra = []
+            for turn in range(4):
+                RSCase(61, 48, [20] * 4, dtype, turn, bias=True).check(everyone, group, "in_kernel")
+                if place == 0 or turn % 2:
+                    for _ in range(1 + place):
+                        RSCase(m - turn, n, [k] * size, dtype, next(seeds)).check(rs, mine, schedule)
+                if turn == 2 * place:
+                    for _ in range(2 - place):
+                        extra.append(fluxlike.create_ag_gemm_context(m, n, k, dtype, mine, schedule))
+                        poison(extra[-1], mine)
+                for ctx in extra:
+                    AGCase(m, [n] * size, k, dtype, next(seeds)).check(ctx, mine, schedule, turn % 2 == 0)
+                if turn == 2 and place == 1:
+                    rs.close()
+                    rs = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=mine, schedule=schedule)
+                    poison(rs, mine)
+            for ctx in (rs, *extra):
+                ctx.close()
+        assert everyone.stats["calls"] == 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), (("blocks", "bfloat16"), ("stripes", "float32"), ("unequal", "float16"))
+)
+def test_groups_side_by_side(layout, dtype):
+    run_ranks(side_by_side, 4, makes_groups=True, layout=layout, dtype=dtype)
+
+
+def same_rank_in_two_groups(group):
+    """A rank is in a row group and a column group of a mesh, and calls on both by turns; without contexts, too."""
+    rows, row = my_group("blocks")
+    columns, column = my_group("stripes")
+    for seed in range(3):
+        for mine, place in ((rows, row), (columns, 2 + column)):
+            case = RSCase(20 + place, 16, [9 + place] * 2, torch.float32, 10 * place + seed)
+            rank = dist.get_rank(mine)
+            x, w, _ = case.inputs(rank)
+            y = fluxlike.gemm_rs(x, w, group=mine)
+            assert torch.equal(y.double().cpu(), case.expected(rank)), f"group {place}, call {seed}"
+            ag = AGCase(20 + place, [16] * 2, 9, torch.float32, 10 * place + seed)
+            shard, w, _ = ag.inputs(rank)
+            z = fluxlike.ag_gemm(shard, w, group=mine, m=ag.m)
+            assert torch.equal(z.double().cpu(), ag.whole()[1][rank]), f"ag_gemm of group {place}, call {seed}"
+
+
+def test_a_rank_in_two_groups():
+    run_ranks(same_rank_in_two_groups, 4, makes_groups=True)
+
+
+def share(mine, part: float):
+    """A context that takes about ``part`` of the heap; the data is 2 · rows · K elements of four bytes on each rank."""
+    rows = int(part * world.current().heap.segments[0].nbytes / (2 * 64 * 4))
+    return fluxlike.create_ag_gemm_context(rows, 8, 64, torch.float32, mine, "in_kernel")
+
+
+def exhaust(group):
+    """One pair asks for more than there is and is told so together; the other pair does not notice."""
+    mine, place = my_group("blocks")
+    segments = len(world.current().heap.segments)
+    case = RSCase(30, 20, [10] * 2, torch.float32, place)
+    with fluxlike.create_gemm_rs_context(30, 20, dtype=torch.float32, group=mine, schedule="copy_engine") as ctx:
+        for turn in range(3):
+            if place == turn % 2:
+                try:
+                    share(mine, 1.5)
+                except RuntimeError as error:
+                    told = str(error)
+                else:
+                    raise AssertionError("a context larger than the heap was made")
+                for word in ("MiB", str(list(LAYOUTS["blocks"][place])), "heap_bytes", "FLUXLIKE_HEAP_BYTES", "close"):
+                    assert word in told, f"{word!r} is not in: {told}"
+            case.check(ctx, mine, "copy_engine")
+    assert len(world.current().heap.segments) == segments, "a group grew the heap of the world"
+
+
+def test_a_full_heap_is_an_error_for_a_group():
+    run_ranks(exhaust, 4, makes_groups=True)
+
+
+def reuse(group):
+    """Contexts that fit once only, again and again: each pair with sizes and numbers of its own."""
+    mine, place = my_group("stripes")
+    for turn in range(3 + 2 * place):
+        with share(mine, (0.6, 0.45)[place] + 0.02 * turn) as ctx:
+            AGCase(19, [8] * 2, 30, torch.float32, turn).check(ctx, mine, "in_kernel", False)
+    with share(mine, 0.3) as one, share(mine, 0.3) as other:
+        for ctx in (other, one):
+            AGCase(19, [8] * 2, 30, torch.float32, 7).check(ctx, mine, "in_kernel", True)
+
+
+def test_closing_gives_the_space_back():
+    run_ranks(reuse, 4, makes_groups=True)
+
+
+def grow(group):
+    """The world's contexts grow the heap; a pair may then use the new segment, too, but cannot grow it."""
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    mine = halves[rank // 2]
+    try:
+        fluxlike.create_ag_gemm_context(8192, 8, 64, torch.float32, mine)
+        raise AssertionError("a pair grew the heap")
+    except RuntimeError as error:
+        assert "heap_bytes" in str(error)
+    with fluxlike.create_ag_gemm_context(8192, 8, 64, torch.float32, schedule="copy_engine") as ctx:
+        assert len(world.current().heap.segments) == 2
+        AGCase(70, [8] * 4, 64, torch.float32, 0).check(ctx, group, "copy_engine", False)
+    with fluxlike.create_ag_gemm_context(8000, 8, 64, torch.float32, mine, "in_kernel") as ctx:
+        AGCase(70, [8] * 2, 64, torch.float32, 1).check(ctx, mine, "in_kernel", False)
+    fluxlike.finalize()
+
+
+def test_the_world_grows_the_heap():
+    for outcome in run_fresh(grow, 4):
+        assert outcome.ok, str(outcome)
+
+
+def uneven_membership(group):
+    """Ranks that are members of other numbers of torch groups can still be in one group of the library."""
+    for ranks in ([0], [0, 1], [2]):
+        dist.new_group(ranks)
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() > 0:
+        with fluxlike.create_gemm_rs_context(20, 10, dtype=torch.float32, group=pair, schedule="in_kernel") as ctx:
+            RSCase(20, 10, [5] * 2, torch.float32, 3).check(ctx, pair, "in_kernel")
+    fluxlike.finalize()
+
+
+def test_members_of_other_numbers_of_groups():
+    for outcome in run_fresh(uneven_membership, 3, {"FLUXLIKE_TIMEOUT_S": "20"}):
+        assert outcome.ok, str(outcome)
