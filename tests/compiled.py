@@ -53,7 +53,7 @@ def _block(dtype: str, *shape: int) -> str:
 
 @functools.cache
 def gemm_rs(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", capability: int = 90, **choices) -> Compiled:
-    """`gemm_rs_kernel` as `ops.gemm_rs` launches it. ``choices``: ranks, subs, tma_out, vec, kn, bias."""
+    """`gemm_rs_kernel` as `ops.gemm_rs` launches it. ``choices``: ranks, subs, tma_out, vec, kn."""
     kn, copies = choices.get("kn", False), transport == "copy_engine"
     tma_out = choices.get("tma_out", tile.tma)
     pointer, number = f"*{dtype}", "i32"
@@ -68,14 +68,13 @@ def gemm_rs(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", c
     constants = dict(
         R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out, VEC=choices.get("vec", True), W_IS_KN=kn,
-        HAS_BIAS=choices.get("bias", False),
     )  # fmt: skip
     return compile_kernel(gemm_rs_kernel, signature, constants, capability, tile)
 
 
 @functools.cache
 def ag_gemm(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", capability: int = 90, **choices) -> Compiled:
-    """`ag_gemm_kernel` as `ops.ag_gemm` launches it. ``choices``: ranks, subs, tma_out, vec, kn, bias."""
+    """`ag_gemm_kernel` as `ops.ag_gemm` launches it. ``choices``: ranks, subs, tma_out, vec, kn."""
     kn, copies = choices.get("kn", False), transport == "copy_engine"
     tma_out = choices.get("tma_out", tile.tma)
     pointer, number = f"*{dtype}", "i32"
@@ -89,8 +88,8 @@ def ag_gemm(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", c
     }  # fmt: skip
     constants = dict(
         R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=4,
-        PUSH_BM=16, PUSH_BK=256, FIRST=True, LAST=True, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
-        VEC=choices.get("vec", True), W_IS_KN=kn, HAS_BIAS=choices.get("bias", False),
+        PUSH_BM=16, PUSH_BK=256, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
+        VEC=choices.get("vec", True), W_IS_KN=kn,
     )  # fmt: skip
     return compile_kernel(ag_gemm_kernel, signature, constants, capability, tile)
 

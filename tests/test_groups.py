@@ -25,7 +25,7 @@ def my_group(layout: str):
 
 
 def side_by_side(group, layout, dtype):
-    """Contexts of other sizes, in other numbers, made and closed at other times in each group, with world calls between."""
+    """Contexts of other sizes and numbers, made and closed at other times in each group, with world calls between."""
     mine, place = my_group(layout)
     dtype, size = getattr(torch, dtype), dist.get_world_size(mine)
     seeds = itertools.count(1000 * place)

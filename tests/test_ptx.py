@@ -23,11 +23,11 @@ HOPPER_SHARED, AMPERE_SHARED = 232_448, 166_912
 CASES = {
     "large": dict(tile=LARGE),
     "large-in-kernel": dict(tile=LARGE, transport="in_kernel"),
-    "large-kn-bias-subs": dict(tile=LARGE, kn=True, bias=True, subs=2),
+    "large-kn-subs": dict(tile=LARGE, kn=True, subs=2),
     "ragged-out": dict(tile=RAGGED, tma_out=False, vec=False),
     "small": dict(tile=SMALL, transport="in_kernel", dtype="fp16"),
     "pointer": dict(tile=POINTER, transport="in_kernel"),
-    "pointer-ragged": dict(tile=POINTER, vec=False, bias=True),
+    "pointer-ragged": dict(tile=POINTER, vec=False),
     "ampere": dict(tile=AMPERE, capability=80),
     "fp32": dict(tile=FP32, dtype="fp32", transport="in_kernel"),
 }

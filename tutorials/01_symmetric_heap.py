@@ -48,7 +48,7 @@ import triton
 import triton.language as tl
 
 import fluxlike
-from fluxlike.kernels.sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, wait
+from fluxlike.kernels.sync import EPOCH, WAIT_SIGNAL, finish, is_last_program, peer_address, publish_set, wait
 from fluxlike.ops.context import Context, resolve
 from fluxlike.ops.tiling import Tiling
 
@@ -66,12 +66,12 @@ def ring_kernel(token, flag, got, ctl, rank, lost_at, R: tl.constexpr):
     token_there = peer_address(token, ctl, rank, right)
     flag_there = peer_address(flag, ctl, rank, right)
 
-    wait(flag, tl.where(rank > 0, epoch, 0), ctl, rank, WAIT_SHARD, left, R)  # wait (A); rank 0 starts: 0 never waits
+    wait(flag, tl.where(rank > 0, epoch, 0), ctl, rank, WAIT_SIGNAL, left, R)  # wait (A); rank 0 starts: 0 never waits
     value = tl.where(rank > 0, tl.load(token), epoch)
     tl.store(token_there, value * 10 + rank)
     if rank != lost_at:
         publish_set(flag_there, epoch, False)  # signal (A) to the right neighbour
-    wait(flag, tl.where(rank == 0, epoch, 0), ctl, rank, WAIT_SHARD, left, R)  # wait (A) of rank 0: the lap is over
+    wait(flag, tl.where(rank == 0, epoch, 0), ctl, rank, WAIT_SIGNAL, left, R)  # wait (A) of rank 0: the lap is over
     tl.store(got, tl.load(token))
     if is_last_program(ctl, False):
         finish(ctl, (epoch & 1).to(tl.int32), rank, epoch, R)  # this call is over: EPOCH = epoch

@@ -40,7 +40,7 @@ import triton.language as tl
 import fluxlike
 from fluxlike.kernels import sync
 from fluxlike.kernels.blocks import load_a, store_block
-from fluxlike.kernels.sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, wait, wait_credits
+from fluxlike.kernels.sync import EPOCH, WAIT_SIGNAL, finish, is_last_program, peer_address, publish_set, wait, wait_credits
 from fluxlike.kernels.tiles import cdiv
 from fluxlike.ops.context import Context, resolve
 from fluxlike.ops.tiling import Tiling
@@ -73,7 +73,7 @@ def push_kernel(x, y, data, flags, ctl, M, N, slot_stride, rank, R: tl.constexpr
         row = tile // tiles_n * BM
         column = tile % tiles_n * BN
         block = load_a(x, row, column, M, N, N, BM, BN, False)
-        wait(flags + tile, epoch, ctl, rank, WAIT_SHARD, left, R)  # wait (A)
+        wait(flags + tile, epoch, ctl, rank, WAIT_SIGNAL, left, R)  # wait (A)
         block += load_a(here, row, column, M, N, N, BM, BN, False)
         store_block(y, block, row, column, M, N, N, BM, BN)
 

@@ -28,7 +28,7 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 Soundness is argued as in `gemm_rs`: written only after (C), read only after (A), words reset before (D).
 
-Several weights share one gather: one launch each, FIRST sends, LAST ends the call. ``ag_collect_kernel`` copies the gathered input
+Several weights share one gather: one launch each; the first sends, the last ends the call. ``ag_collect_kernel`` copies the gathered input
 out for the caller; it then is the launch that ends the call.
 
 Numerics. fp32 accumulation, one rounding; nothing depends on the order of arrival.
@@ -39,7 +39,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import load_a, load_b, sixteens, store_block, vectorised
+from .blocks import add_bias, load_a, load_b, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
 from .tiles import own_tile, remote_tile
@@ -113,18 +113,18 @@ def wait_rows(
             wait(flag + piece, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
 
 
-_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags", "chunk_rows", "rows", "rank", "slot"]
+_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
+_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
     x, x_ptr, gathered, gathered_ptr, w, bias, out, go, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, rank, slot,
+    chunk_rows, rows, has_bias, first_launch, last_launch, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
@@ -144,7 +144,7 @@ def ag_gemm_kernel(
     per_chunk = unit_tiles_m * S * tiles_n
     k_tiles = tl.cdiv(K, BK)
     dtype = x_ptr.dtype.element_ty
-    if FIRST and R > 1:
+    if first_launch != 0:  # it sends
         if COPY_ENGINE:
             if program == 0:
                 wait_credits(ctl, slot, rank, R)  # (C)
@@ -167,9 +167,7 @@ def ag_gemm_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         done += programs
         tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
-        if HAS_BIAS:
-            columns = tile_n * BN + tl.arange(0, BN)
-            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
@@ -197,9 +195,7 @@ def ag_gemm_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
         done += programs
         source, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
-        if HAS_BIAS:
-            columns = tile_n * BN + tl.arange(0, BN)
-            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
@@ -207,7 +203,7 @@ def ag_gemm_kernel(
             valid = tl.minimum(chunk_rows, M - source * chunk_rows)
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
 
-    if LAST:
+    if last_launch != 0:
         end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE, TMA)
 
 

@@ -53,7 +53,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import halves, load_a, load_b, sixteens, store_block, vectorised
+from .blocks import add_bias, halves, load_a, load_b, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import (
     EPOCH,
@@ -92,17 +92,17 @@ def add_partials(
     return acc
 
 
-_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags", "chunk_rows", "rows", "pitch", "rank", "slot"]
+_NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
+_NUMBERS += ["chunk_rows", "rows", "pitch", "has_bias", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_kernel(
     x, w, bias, out, local, stage, stage_ptr, ready, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, pitch, rank, slot,
+    chunk_rows, rows, pitch, has_bias, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
@@ -184,9 +184,7 @@ def gemm_rs_kernel(
                 signal = flags + source * max_flags + tile_m * tiles_n + tile_n
                 wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
         tma_acquire(TMA)
-        if HAS_BIAS:
-            columns = column + tl.arange(0, BN)
-            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        acc = add_bias(acc, bias, has_bias, column, N, BN)
         # by halves, so that accumulator and partial fit in registers together
         left, right = halves(acc, BM, BN)
         HALF: tl.constexpr = BN // 2

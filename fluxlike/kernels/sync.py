@@ -48,6 +48,7 @@ CONSUMED = tl.constexpr(1)
 WAIT_CREDIT = tl.constexpr(1)
 WAIT_PARTIAL = tl.constexpr(2)
 WAIT_SHARD = tl.constexpr(3)
+WAIT_SIGNAL = tl.constexpr(4)  # for kernels of others
 
 
 @triton.jit

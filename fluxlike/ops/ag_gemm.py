@@ -179,14 +179,14 @@ def _launch_gemm(
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     result: Any = TensorDescriptor(z, [m, n], [n, 1], [tile.bm, tile.bn]) if tma_out else z
     args = (
-        *operands, ctx.ctl if bias is None else bias, result, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        *operands, z if bias is None else bias, result, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, x.stride(0), w.stride(1) if kn else w.stride(0), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, ctx.rank, slot,
+        full, rows, int(bias is not None), int(first and ranks > 1), int(last), ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=PIECES,
-        PUSH_BM=_push_rows(ctx), PUSH_BK=256, FIRST=first, LAST=last, COPY_ENGINE=transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, HAS_BIAS=bias is not None,
+        PUSH_BM=_push_rows(ctx), PUSH_BK=256, COPY_ENGINE=transport == "copy_engine",
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
     ctx.launch(ag_gemm_kernel, cdiv(full, tile.bm) * ranks * cdiv(n, tile.bn), args, constants, tile)
 

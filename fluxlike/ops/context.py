@@ -25,6 +25,7 @@ _WHAT = {
     sync.WAIT_CREDIT.value: "the credit that its slots may be written again",
     sync.WAIT_PARTIAL.value: "its partial sums",
     sync.WAIT_SHARD.value: "its shard",
+    sync.WAIT_SIGNAL.value: "its signal",
 }
 
 
@@ -145,7 +146,7 @@ class Context:
     def raise_if_failed(self) -> None:
         """Raise what is known now, without waiting for the device."""
         if self.closed:
-            raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
+            raise RuntimeError(f"{self.op}: this context is closed; make a new one")
         if self.failure() is not None:
             self._seen = True
             raise self._error  # type: ignore[misc]

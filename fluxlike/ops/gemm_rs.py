@@ -132,13 +132,13 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     if tma_out:
         result = TensorDescriptor(y, [rows, n], [n, 1], half)
     args = (
-        *operands, ctx.ctl if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        *operands, y if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, x.stride(0), weight.stride(1) if kn else weight.stride(0), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, pitch, rank, slot,
+        full, rows, pitch, int(bias is not None), rank, slot,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn, HAS_BIAS=bias is not None,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
 

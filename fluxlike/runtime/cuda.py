@@ -33,16 +33,17 @@ class CudaCopyEngine:
     queue_first = False
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._cu = _driver()
         self._geq = self._cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         self._raw = self._stream.cuda_stream
 
     def fork(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def cancel(self) -> None:
         """Nothing to do: the stream only waits for this rank's kernel, which ends."""
@@ -94,7 +95,8 @@ class CudaExecutor:
         return nvshmem.NvshmemSegment(nbytes, control)
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
-        kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
+        with torch.cuda.device(self.device):  # Triton launches on the current device, which the caller may have changed
+            kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
 
     def copy_engine(self) -> CudaCopyEngine:
         return CudaCopyEngine(self.device)

@@ -1,0 +1,337 @@
+"""Ranks that are late, silent or dead: the others end with an error that names the cause, in time, and can finalize.
+
+Each test makes processes of its own, breaks one of them, and looks at how all of them ended. On the CPU heap only: there
+a signal can be taken out of a kernel, since it is interpreted from its source.
+"""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from cases import SCHEDULES, AGCase, RSCase, same
+from ranks import run_fresh, run_ranks
+
+import fluxlike
+from fluxlike.kernels import ag_gemm as ag_gemm_kernels
+from fluxlike.kernels import gemm_rs as gemm_rs_kernels
+from fluxlike.kernels.sync import finish, publish_add, publish_set
+from fluxlike.runtime import interpreter, world
+
+WORLD = 3
+GUILTY = 1
+LIMIT_S = 3.0
+HEAP = 16 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """No file in /dev/shm and no process that was not there before."""
+    before = set(os.listdir("/dev/shm"))
+    _pids.clear()
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+    deadline = time.monotonic() + 5
+    while alive := [pid for pid in _pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, f"processes {alive} are still there"
+        time.sleep(0.05)
+
+
+_pids: list[int] = []
+
+
+def fresh(body, world=WORLD, env=None, **how):
+    outcomes = run_fresh(body, world, env, **how)
+    _pids.extend(outcome.pid for outcome in outcomes)
+    return outcomes
+
+
+# a builtin of the interpreter that counts: which publication of this rank is to go wrong, and how
+_countdown: list[int] = []
+_kill: list[int] = []
+
+
+def strikes(_semantic=None):
+    """True once, at the publication that was chosen; or the end of the process, if that was chosen."""
+    if not _countdown:
+        return False
+    _countdown[0] -= 1
+    if _countdown[0] != 0:
+        return False
+    if _kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+strikes.__triton_builtin__ = True
+
+
+@triton.jit
+def publish_set_but_one(signal, value, TMA: tl.constexpr):
+    if not strikes():
+        publish_set(signal, value, TMA)
+
+
+@triton.jit
+def publish_add_but_one(counter, TMA: tl.constexpr):
+    if not strikes():
+        publish_add(counter, TMA)
+
+
+@triton.jit
+def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
+    finish(ctl, slot, rank, epoch, 1)
+
+
+def make_context(op: str, schedule: str, dtype=torch.float32):
+    if op == "gemm_rs":
+        return fluxlike.create_gemm_rs_context(64 * WORLD, 128, dtype=dtype, schedule=schedule)
+    return fluxlike.create_ag_gemm_context(64 * WORLD, 128, 64, dtype, schedule=schedule)
+
+
+def call(ctx, group, seed: int) -> None:
+    """A call of two tiles a chunk, with its result checked."""
+    m, n, k, size, rank = 64 * ctx.size, 128, 64, ctx.size, ctx.rank
+    if ctx.op == "gemm_rs":
+        case = RSCase(m, n, [k] * size, torch.float32, seed)
+        same(fluxlike.gemm_rs(*case.inputs(rank)[:2], ctx), case.expected(rank), f"gemm_rs {seed}")
+    else:
+        case = AGCase(m, [n] * size, k, torch.float32, seed)
+        same(fluxlike.ag_gemm(*case.inputs(rank)[:2], ctx, m=m), case.whole()[1][rank], f"ag_gemm {seed}")
+
+
+def sabotage(ctx, what: str, at: int) -> None:
+    """Takes one signal of this rank away."""
+    kernels = gemm_rs_kernels if ctx.op == "gemm_rs" else ag_gemm_kernels
+    if what == "copy":
+        write, left = ctx.engine.write, [at]
+
+        def write_but_one(address: int, value: int) -> None:
+            left[0] -= value == 1
+            if left[0] != 0 or value != 1:
+                write(address, value)
+
+        ctx.engine.write = write_but_one
+    elif what == "credits":
+        kernels.finish = finish_without_credits
+    else:
+        _countdown[:] = [at]
+        kernels.publish_set = publish_set_but_one
+        kernels.publish_add = publish_add_but_one
+
+
+def survive(ctx, group, calls: int) -> tuple[str, float, int]:
+    """Calls until one fails: its message, how long it took, and its number. A failed context goes on refusing."""
+    for number in range(1, calls + 1):
+        since = time.monotonic()
+        try:
+            call(ctx, group, number)
+        except fluxlike.PeerTimeout as error:
+            took = time.monotonic() - since
+            try:
+                call(ctx, group, number)
+            except fluxlike.PeerTimeout as again:
+                assert str(again) == str(error), f"the second time another message: {again}"
+            else:
+                raise AssertionError("a context whose wait ran out made another call") from error
+            return str(error), took, number
+    return "", 0.0, calls + 1
+
+
+def a_new_start(group, op: str, schedule: str) -> None:
+    """After an error: end, begin again, and all is well."""
+    gemm_rs_kernels.finish = ag_gemm_kernels.finish = finish
+    gemm_rs_kernels.publish_set = ag_gemm_kernels.publish_set = publish_set
+    gemm_rs_kernels.publish_add = publish_add
+    since = time.monotonic()
+    fluxlike.finalize()
+    assert time.monotonic() - since < 3 * LIMIT_S, f"finalize took {time.monotonic() - since:.1f} s"
+    dist.barrier(group)
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    with make_context(op, schedule) as ctx:
+        for seed in range(3):
+            call(ctx, group, seed)
+    fluxlike.finalize()
+
+
+def lose_a_signal(group, op, schedule, what, at):
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    ctx = make_context(op, schedule)
+    call(ctx, group, 0)
+    dist.barrier(group)
+    if dist.get_rank() == GUILTY:
+        sabotage(ctx, what, at)
+    told = survive(ctx, group, 5)
+    a_new_start(group, op, schedule)
+    return told
+
+
+#: op, schedule, which signal of the guilty rank is lost, which one of them (the first of a program goes to a word that
+#: nobody reads), what the others wait for.
+LOSSES = (
+    ("gemm_rs", "in_kernel", "publication", 2, "partial sums"),
+    ("gemm_rs", "copy_engine", "copy", 1, "partial sums"),
+    ("gemm_rs", "copy_engine", "publication", 2, "partial sums"),
+    ("gemm_rs", "in_kernel", "credits", 0, "credit"),
+    ("gemm_rs", "copy_engine", "credits", 0, "credit"),
+    ("ag_gemm", "in_kernel", "publication", 2, "shard"),
+    ("ag_gemm", "copy_engine", "copy", 1, "shard"),
+    ("ag_gemm", "copy_engine", "publication", 1, "shard"),
+    ("ag_gemm", "in_kernel", "credits", 0, "credit"),
+    ("ag_gemm", "copy_engine", "credits", 0, "credit"),
+)
+
+
+@pytest.mark.parametrize(("op", "schedule", "what", "at", "missed"), LOSSES)
+def test_a_lost_signal_is_an_error_on_all_ranks(op, schedule, what, at, missed):
+    how = {"op": op, "schedule": schedule, "what": what, "at": at}
+    outcomes = fresh(lose_a_signal, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=50, **how)
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+    told = [outcome.value for outcome in outcomes]
+    for rank, (message, took, _) in enumerate(told):
+        assert message.startswith(f"{op}: rank {rank} "), f"rank {rank}: {message!r}"
+        assert took < 2 * LIMIT_S, f"rank {rank} needed {took:.1f} s: {message}"
+    # At least one rank met the loss itself; it says for whom and what it waited, what it expected and what it saw.
+    first = [
+        (rank, message)
+        for rank, (message, *_) in enumerate(told)
+        if rank != GUILTY and f"waited {LIMIT_S:g} s for rank {GUILTY}" in message and missed in message
+    ]
+    assert first, told
+    for _, message in first:
+        for word in ("expected", "saw", "FLUXLIKE_TIMEOUT_S", f"rank {GUILTY}"):
+            assert word in message, f"{word!r} is not in: {message}"
+
+
+def kill_one(group, op, schedule, at, inside):
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    ctx = make_context(op, schedule)
+    if dist.get_rank() == GUILTY:
+        if inside:
+            _kill.append(1)
+            sabotage(ctx, "publication", at)
+        for seed in range(at if not inside else 100):
+            call(ctx, group, seed + 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = survive(ctx, group, 100)
+    since = time.monotonic()
+    fluxlike.finalize()
+    return (*told, time.monotonic() - since)
+
+
+@pytest.mark.parametrize("inside", (False, True), ids=("between-calls", "inside-a-kernel"))
+@pytest.mark.parametrize(
+    ("op", "schedule"), (("gemm_rs", "copy_engine"), ("gemm_rs", "in_kernel"), ("ag_gemm", "copy_engine"), ("ag_gemm", "in_kernel"))
+)
+def test_a_killed_rank_is_noticed_within_seconds(op, schedule, inside):
+    how = {"op": op, "schedule": schedule, "at": 3, "inside": inside}
+    env = {"FLUXLIKE_TIMEOUT_S": "60"}
+    outcomes = fresh(kill_one, env=env, timeout=55, expect_dead=[GUILTY], **how)
+    assert outcomes[GUILTY].exit == -signal.SIGKILL
+    survivors = [outcome for outcome in outcomes if outcome.rank != GUILTY]
+    for outcome in survivors:
+        assert outcome.ok, str(outcome)
+        message, took, _, ending = outcome.value
+        assert message, f"rank {outcome.rank} made all its calls with a dead peer"
+        assert took < 10, f"rank {outcome.rank} needed {took:.1f} s to notice: {message}"
+        assert ending < 20, f"rank {outcome.rank} needed {ending:.1f} s to finalize"
+    assert any(f"rank(s) {GUILTY} died" in outcome.value[0] for outcome in survivors), [o.value for o in survivors]
+
+
+def make_no_call(group, op, schedule):
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    ctx = make_context(op, schedule)
+    told = ("", 0.0, 0)
+    if dist.get_rank() != GUILTY:
+        told = survive(ctx, group, 3)
+    a_new_start(group, op, schedule)
+    return told
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_a_rank_that_never_makes_the_call(op, schedule):
+    env = {"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}
+    outcomes = fresh(make_no_call, env=env, timeout=50, op=op, schedule=schedule)
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        message, took, number = outcome.value
+        if outcome.rank != GUILTY:
+            assert number == 1 and took < 2 * LIMIT_S, outcome.value
+            assert f"{op}: rank {outcome.rank} " in message, message
+    assert any(f"waited {LIMIT_S:g} s for rank {GUILTY}" in outcome.value[0] for outcome in outcomes)
+
+
+def fail_at_creation(group):
+    """One rank cannot make the context, for a reason of its own: no rank gets one, and all can go on."""
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    rank, errors = dist.get_rank(), []
+    for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
+        try:
+            make(16 if rank != GUILTY else -16, 16, 16, torch.float32)
+        except ValueError as error:
+            errors.append(str(error))
+    assert not world.current().contexts
+    with make_context("gemm_rs", "in_kernel") as ctx:
+        call(ctx, group, 1)
+    fluxlike.finalize()
+    return errors
+
+
+def test_an_error_at_creation_is_everybodys():
+    for outcome in fresh(fail_at_creation):
+        assert outcome.ok, str(outcome)
+        assert len(outcome.value) == 2 and all("max_m=-16" in message for message in outcome.value), outcome.value
+
+
+def leave_early(group):
+    """One rank finalizes while the others still want to make a context: they are told, and end as well."""
+    fluxlike.init(heap="shm", heap_bytes=HEAP)
+    told = ""
+    if dist.get_rank() != GUILTY:
+        try:
+            make_context("gemm_rs", "in_kernel")
+        except RuntimeError as error:
+            told = str(error)
+    fluxlike.finalize()
+    return told
+
+
+def test_creation_without_one_rank_does_not_hang():
+    for outcome in fresh(leave_early, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=40):
+        assert outcome.ok, str(outcome)
+        assert outcome.seconds < 6 * LIMIT_S
+        assert bool(outcome.value) == (outcome.rank != GUILTY)
+
+
+def late(group, op):
+    """Another rank is late each time, before its call or in the middle of it, by a second or more."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    choose = random.Random(5)  # the same choices on every rank
+    for schedule in SCHEDULES:
+        with make_context(op, schedule) as ctx:
+            for seed in range(5):
+                who, seconds, inside = choose.randrange(size), choose.uniform(1, 1.5), choose.random() < 0.5
+                how = None
+                if rank == who and inside:
+                    how = interpreter.Schedule(seed=seed, jitter=0.02, delay=seconds / 2)
+                elif rank == who:
+                    time.sleep(seconds)
+                previous = interpreter.configure(how)
+                try:
+                    call(ctx, group, seed)
+                finally:
+                    interpreter.configure(previous)
+            assert ctx.last_path.startswith(schedule) and ctx.stats["calls"] == 5
+
+
+@pytest.mark.slow  # sleeps for more than a second, ten times
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_late_ranks(op):
+    run_ranks(late, WORLD, op=op)
