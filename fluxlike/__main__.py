@@ -7,6 +7,7 @@ import sys
 # tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
 TOOLS = {
     "doctor": "what this machine has, what fluxlike would use, and what to mend",
+    "bench": "how fast the operations are, against torch and against the limit",
 }
 
 

@@ -1,7 +1,7 @@
-"""Ranks that are late, silent or dead: the others end with an error that names the cause, in time, and can finalize.
+"""Ranks that are late, silent or dead: the others end soon, with an error naming the cause, and can finalize.
 
-Each test makes processes of its own, breaks one of them, and looks at how all of them ended. On the CPU heap only: there
-a signal can be taken out of a kernel, since it is interpreted from its source.
+Each test makes processes of its own, breaks one of them, and looks at how all of them ended. On the CPU heap only:
+there a signal can be taken out of a kernel, since it is interpreted from its source.
 """
 
 import os
@@ -51,17 +51,18 @@ def fresh(body, world=WORLD, env=None, **how):
     return outcomes
 
 
-# a builtin of the interpreter that counts: which publication of this rank is to go wrong, and how
+# A builtin of the interpreter that counts: from which publication of this rank on all go wrong, and how. A single flag
+# that is lost may be made up for by the next call's, which is larger.
 _countdown: list[int] = []
 _kill: list[int] = []
 
 
 def strikes(_semantic=None):
-    """True once, at the publication that was chosen; or the end of the process, if that was chosen."""
+    """True from the publication that was chosen; or the end of the process, if that was chosen."""
     if not _countdown:
         return False
     _countdown[0] -= 1
-    if _countdown[0] != 0:
+    if _countdown[0] > 0:
         return False
     if _kill:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -72,13 +73,13 @@ strikes.__triton_builtin__ = True
 
 
 @triton.jit
-def publish_set_but_one(signal, value, TMA: tl.constexpr):
+def publish_set_or_not(signal, value, TMA: tl.constexpr):
     if not strikes():
         publish_set(signal, value, TMA)
 
 
 @triton.jit
-def publish_add_but_one(counter, TMA: tl.constexpr):
+def publish_add_or_not(counter, TMA: tl.constexpr):
     if not strikes():
         publish_add(counter, TMA)
 
@@ -88,10 +89,10 @@ def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
     finish(ctl, slot, rank, epoch, 1)
 
 
-def make_context(op: str, schedule: str, dtype=torch.float32):
+def make_context(op: str, schedule: str, group=None):
     if op == "gemm_rs":
-        return fluxlike.create_gemm_rs_context(64 * WORLD, 128, dtype=dtype, schedule=schedule)
-    return fluxlike.create_ag_gemm_context(64 * WORLD, 128, 64, dtype, schedule=schedule)
+        return fluxlike.create_gemm_rs_context(64 * WORLD, 128, None, torch.float32, group, schedule)
+    return fluxlike.create_ag_gemm_context(64 * WORLD, 128, 64, torch.float32, group, schedule)
 
 
 def call(ctx, group, seed: int) -> None:
@@ -106,23 +107,23 @@ def call(ctx, group, seed: int) -> None:
 
 
 def sabotage(ctx, what: str, at: int) -> None:
-    """Takes one signal of this rank away."""
+    """Takes signals of this rank away, from the one numbered ``at`` on."""
     kernels = gemm_rs_kernels if ctx.op == "gemm_rs" else ag_gemm_kernels
     if what == "copy":
         write, left = ctx.engine.write, [at]
 
-        def write_but_one(address: int, value: int) -> None:
+        def write_or_not(address: int, value: int) -> None:
             left[0] -= value == 1
-            if left[0] != 0 or value != 1:
+            if left[0] > 0 or value != 1:
                 write(address, value)
 
-        ctx.engine.write = write_but_one
+        ctx.engine.write = write_or_not
     elif what == "credits":
         kernels.finish = finish_without_credits
     else:
         _countdown[:] = [at]
-        kernels.publish_set = publish_set_but_one
-        kernels.publish_add = publish_add_but_one
+        kernels.publish_set = publish_set_or_not
+        kernels.publish_add = publish_add_or_not
 
 
 def survive(ctx, group, calls: int) -> tuple[str, float, int]:
@@ -166,12 +167,15 @@ def lose_a_signal(group, op, schedule, what, at):
     dist.barrier(group)
     if dist.get_rank() == GUILTY:
         sabotage(ctx, what, at)
+        # Its own waits fail as a consequence; with more patience it leaves the first word to those who met the cause.
+        os.environ["FLUXLIKE_TIMEOUT_S"] = str(4 * LIMIT_S)
     told = survive(ctx, group, 5)
+    os.environ["FLUXLIKE_TIMEOUT_S"] = str(LIMIT_S)
     a_new_start(group, op, schedule)
     return told
 
 
-#: op, schedule, which signal of the guilty rank is lost, which one of them (the first of a program goes to a word that
+#: op, schedule, which signal of the guilty rank is lost, from which one on (the first of a program goes to a word that
 #: nobody reads), what the others wait for.
 LOSSES = (
     ("gemm_rs", "in_kernel", "publication", 2, "partial sums"),
@@ -190,7 +194,7 @@ LOSSES = (
 @pytest.mark.parametrize(("op", "schedule", "what", "at", "missed"), LOSSES)
 def test_a_lost_signal_is_an_error_on_all_ranks(op, schedule, what, at, missed):
     how = {"op": op, "schedule": schedule, "what": what, "at": at}
-    outcomes = fresh(lose_a_signal, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=50, **how)
+    outcomes = fresh(lose_a_signal, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=30, **how)
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
     told = [outcome.value for outcome in outcomes]
@@ -226,9 +230,8 @@ def kill_one(group, op, schedule, at, inside):
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("between-calls", "inside-a-kernel"))
-@pytest.mark.parametrize(
-    ("op", "schedule"), (("gemm_rs", "copy_engine"), ("gemm_rs", "in_kernel"), ("ag_gemm", "copy_engine"), ("ag_gemm", "in_kernel"))
-)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_a_killed_rank_is_noticed_within_seconds(op, schedule, inside):
     how = {"op": op, "schedule": schedule, "at": 3, "inside": inside}
     env = {"FLUXLIKE_TIMEOUT_S": "60"}
@@ -258,7 +261,7 @@ def make_no_call(group, op, schedule):
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_a_rank_that_never_makes_the_call(op, schedule):
     env = {"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}
-    outcomes = fresh(make_no_call, env=env, timeout=50, op=op, schedule=schedule)
+    outcomes = fresh(make_no_call, env=env, timeout=30, op=op, schedule=schedule)
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
         message, took, number = outcome.value
@@ -307,7 +310,7 @@ def test_creation_without_one_rank_does_not_hang():
     for outcome in fresh(leave_early, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=40):
         assert outcome.ok, str(outcome)
         assert outcome.seconds < 6 * LIMIT_S
-        assert bool(outcome.value) == (outcome.rank != GUILTY)
+        assert ("create_gemm_rs_context" in outcome.value) == (outcome.rank != GUILTY), outcome.value
 
 
 def late(group, op):
@@ -315,7 +318,7 @@ def late(group, op):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     choose = random.Random(5)  # the same choices on every rank
     for schedule in SCHEDULES:
-        with make_context(op, schedule) as ctx:
+        with make_context(op, schedule, group) as ctx:
             for seed in range(5):
                 who, seconds, inside = choose.randrange(size), choose.uniform(1, 1.5), choose.random() < 0.5
                 how = None

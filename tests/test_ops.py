@@ -12,7 +12,6 @@ from cases import SCHEDULES, AGCase, RSCase, poison, same
 from ranks import device, rows_slice, run_ranks
 
 import fluxlike
-from fluxlike.ops import context as context_module
 from fluxlike.runtime import interpreter, world
 
 WORLDS = (1, 2, 3, 4)
@@ -108,8 +107,8 @@ def views(group, dtype):
                 case = RSCase(m, n, [k] * size, dtype, seed)
                 gathered, expected = AGCase(m, [n] * size, k, dtype, seed).whole()
                 # Pitches and bases that a TMA descriptor takes, and others.
-                for left, right in ((0, 64), (0, 3), (64, 0), (1, 0)):
-                    for transposed in (False, True):
+                for turn, (left, right) in enumerate(((0, 64), (0, 3), (64, 0), (1, 0))):
+                    for transposed in (False, True) if m < 9 else (bool((turn + seed) % 2),):
                         what = f"views {(m, n, k)} {left}+{right} transposed={transposed} {schedule} {dtype}"
                         x, w, _ = case.inputs(rank)
                         w = sliced(w.T, left, right).T if transposed else sliced(w, left, right)
@@ -377,22 +376,19 @@ def test_calls_without_a_context(world, dtype):
 
 
 def auto_schedule(group):
-    """Large copies go to the copy engine, small ones into the kernel, in one context."""
+    """Large chunks go to the copy engine, small ones into the kernel, in one context."""
     size, dtype = dist.get_world_size(group), torch.bfloat16
-    limit, context_module.AUTO_COPY_BYTES = context_module.AUTO_COPY_BYTES, 2048
-    try:
-        with (
-            fluxlike.create_gemm_rs_context(64, 64, dtype=dtype, group=group) as rs,
-            fluxlike.create_ag_gemm_context(64, 64, 64, dtype=dtype, group=group) as ag,
-        ):
-            poison(rs, group)
-            poison(ag, group)
-            assert rs.schedule == ag.schedule == "auto"
-            for seed, (m, expected) in enumerate(((64, "copy_engine"), (6, "in_kernel")) * 4):
-                RSCase(m, 64, [64] * size, dtype, seed).check(rs, group, expected)
-                AGCase(m, [64] * size, 64, dtype, seed).check(ag, group, expected, return_gathered=False)
-    finally:
-        context_module.AUTO_COPY_BYTES = limit
+    with (
+        fluxlike.create_gemm_rs_context(64, 64, dtype=dtype, group=group) as rs,
+        fluxlike.create_ag_gemm_context(64, 64, 64, dtype=dtype, group=group) as ag,
+    ):
+        poison(rs, group)
+        poison(ag, group)
+        assert rs.schedule == ag.schedule == "auto"
+        rs.copy_engine_from = ag.copy_engine_from = 2048
+        for seed, (m, expected) in enumerate(((64, "copy_engine"), (6, "in_kernel")) * 4):
+            RSCase(m, 64, [64] * size, dtype, seed).check(rs, group, expected)
+            AGCase(m, [64] * size, 64, dtype, seed).check(ag, group, expected, return_gathered=False)
 
 
 @pytest.mark.parametrize("world", (2, 3))

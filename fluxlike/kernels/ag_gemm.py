@@ -28,8 +28,8 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 Soundness is argued as in `gemm_rs`: written only after (C), read only after (A), words reset before (D).
 
-Several weights share one gather: one launch each; the first sends, the last ends the call. ``ag_collect_kernel`` copies the gathered input
-out for the caller; it then is the launch that ends the call.
+Several weights share one gather: one launch each; the first sends, the last ends the call. ``ag_collect_kernel`` copies the
+gathered input out for the caller; it then is the launch that ends the call.
 
 Numerics. fp32 accumulation, one rounding; nothing depends on the order of arrival.
 

@@ -166,21 +166,19 @@ def _launch_gemm(
 ) -> None:  # fmt: skip
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
-    kn = not validate.is_row_major(w)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
-        stored = w.T if kn else w
+        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
         operands = [
-            TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [tile.bm, tile.bk]), x,
-            TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk]), ctx.data,
-            TensorDescriptor(stored, list(stored.shape), [stored.stride(0), 1], [tile.bk, tile.bn] if kn else [tile.bn, tile.bk]),
+            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
         ]  # fmt: skip
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
-    result: Any = TensorDescriptor(z, [m, n], [n, 1], [tile.bm, tile.bn]) if tma_out else z
+    stored, kn = tiling.stored(w)
     args = (
-        *operands, z if bias is None else bias, result, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
-        m, n, k, x.stride(0), w.stride(1) if kn else w.stride(0), ld, ctx.set_elements, ctx.max_flags,
+        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
+        ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, int(bias is not None), int(first and ranks > 1), int(last), ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
@@ -198,7 +196,7 @@ def _collect(
     m, k = gathered.shape
     full = chunk_rows(m, ctx.size)
     args = (
-        x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, x.stride(0), ld, ctx.set_elements, ctx.max_flags, full, ctx.rank,
+        x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, tiling.pitch(x), ld, ctx.set_elements, ctx.max_flags, full, ctx.rank,
         slot,
     )  # fmt: skip
     constants = dict(
@@ -233,6 +231,6 @@ def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: in
             if height > 0:
                 ctx.copy(
                     ctx.peer_data(peer, slot * ctx.set_elements + (ctx.rank * full + sub * unit_rows) * ld), ld * itemsize,
-                    x.data_ptr() + sub * unit_rows * x.stride(0) * itemsize, x.stride(0) * itemsize,
+                    x.data_ptr() + sub * unit_rows * tiling.pitch(x) * itemsize, tiling.pitch(x) * itemsize,
                     k * itemsize, height, ctx.peer_full(peer, (slot * ctx.size + ctx.rank) * subs + sub),
                 )  # fmt: skip

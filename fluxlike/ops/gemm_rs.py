@@ -113,27 +113,23 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
     slot = ctx.begin(transport, tile)
-    kn = not validate.is_row_major(weight)
     half = [tile.bm, tile.bn // 2]
     operands: list[Any] = [x, weight]
     local: Any = ctx.local
     stage: Any = ctx.data
     result: Any = y
     if tile.tma:
-        stored = weight.T if kn else weight
-        operands = [
-            TensorDescriptor(x, [m, k], [x.stride(0), 1], [tile.bm, tile.bk]),
-            TensorDescriptor(stored, list(stored.shape), [stored.stride(0), 1], [tile.bk, tile.bn] if kn else [tile.bn, tile.bk]),
-        ]
+        operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
         stage = TensorDescriptor(ctx.data, [2, ranks * pitch, ld], [ctx.set_elements, ld, 1], [1, *half])
         if transport == "copy_engine":
             local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
     tma_out = tile.tma and tiling.is_tma_aligned(y)
     if tma_out:
-        result = TensorDescriptor(y, [rows, n], [n, 1], half)
+        result = tiling.descriptor(y, half)
+    stored, kn = tiling.stored(weight)
     args = (
         *operands, y if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
-        m, n, k, x.stride(0), weight.stride(1) if kn else weight.stride(0), ld, ctx.set_elements, ctx.max_flags,
+        m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, pitch, int(bias is not None), rank, slot,
     )  # fmt: skip
     constants = dict(

@@ -7,6 +7,7 @@ only at what the ranks have in common. Whether a rank reads its operands by TMA 
 from dataclasses import dataclass, replace
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: Rows of tiles and columns of tiles are never lower or narrower than this; the signal regions are sized by it.
 MIN_TILE = 32
@@ -69,24 +70,43 @@ def readable(
     return tile, [t if is_tma_aligned(t) else pitched(t) for t in operands]
 
 
+def stored(t: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """A matrix as it lies in memory, row by row, and whether that is its transpose."""
+    return (t, False) if is_row_major(t) else (t.T, True)
+
+
+def is_row_major(t: torch.Tensor) -> bool:
+    """Stored row by row; else it must be the transposed view of such a matrix."""
+    return t.stride(1) == 1 or t.shape[1] <= 1
+
+
+def pitch(rows: torch.Tensor) -> int:
+    """Elements from row to row of a stored matrix; for a single row any number is right, so one that suits TMA."""
+    return rows.stride(0) if rows.shape[0] > 1 else round_up(rows.shape[1], 16)
+
+
 def is_tma_aligned(t: torch.Tensor) -> bool:
-    """A matrix with unit stride in one dimension that a TMA descriptor can address: 16-byte base and pitch, no empty side."""
-    pitch = max(t.stride()) if min(t.shape) > 1 else t.shape[-1]
-    return t.numel() > 0 and t.data_ptr() % 16 == 0 and (pitch * t.element_size()) % 16 == 0
+    """A TMA descriptor can address it: base and pitch are multiples of 16 bytes, no side is empty."""
+    return t.numel() > 0 and t.data_ptr() % 16 == 0 and (pitch(stored(t)[0]) * t.element_size()) % 16 == 0
+
+
+def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """The TMA descriptor of a matrix that `is_tma_aligned`, for blocks [rows, columns] of t; transposed ones as stored."""
+    rows, transposed = stored(t)
+    return TensorDescriptor(rows, list(rows.shape), [pitch(rows), 1], block[::-1] if transposed else block)
 
 
 def pitched(t: torch.Tensor) -> torch.Tensor:
-    """A copy of a matrix whose rows (or columns, for a transposed view) start at multiples of 16 elements."""
-    stored = t if t.stride(1) == 1 else t.T
-    rows, columns = stored.shape
-    copy = stored.new_empty(rows, round_up(columns, 16))[:, :columns]
-    copy.copy_(stored)
-    return copy if t.stride(1) == 1 else copy.T
+    """A copy of a matrix whose stored rows start at multiples of 16 elements."""
+    rows, transposed = stored(t)
+    copy = rows.new_empty(rows.shape[0], round_up(rows.shape[1], 16))[:, : rows.shape[1]]
+    copy.copy_(rows)
+    return copy.T if transposed else copy
 
 
 def is_vectorised(n: int, k: int, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """N, K and the pitches are multiples of 16 elements, so that pointer loads and stores move whole vectors."""
-    return all(value % 16 == 0 for value in (n, k, x.stride(0), max(weight.stride())))
+    return all(value % 16 == 0 for value in (n, k, pitch(x), pitch(stored(weight)[0])))
 
 
 def round_up(value: int, multiple: int) -> int:

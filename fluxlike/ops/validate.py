@@ -6,12 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..runtime import world
+from . import tiling
 from .context import DTYPES, Context
-
-
-def is_row_major(weight: torch.Tensor) -> bool:
-    """[N, K] stored row by row; else it must be the transposed view of a row-major [K, N]."""
-    return weight.stride(1) == 1 or weight.shape[1] <= 1
 
 
 def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -41,7 +37,7 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         )
     if x.numel() and x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{op}: x has strides {x.stride()}, its rows must be contiguous (stride 1 along K); use x.contiguous()")
-    if weight.numel() and not is_row_major(weight) and weight.stride(0) != 1 and weight.shape[0] > 1:
+    if weight.numel() and not tiling.is_row_major(weight) and weight.stride(0) != 1 and weight.shape[0] > 1:
         raise ValueError(
             f"{op}: weight has strides {weight.stride()}, it must be row-major or the transposed view of a row-major tensor; use "
             "weight.contiguous()"

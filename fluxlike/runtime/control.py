@@ -1,20 +1,28 @@
 """Agreement of the ranks of a group on the host, with a deadline: at creation and closing, never inside a call.
 
-Each torch group gets a twin with the gloo backend, so that host agreement works beside NCCL without touching a stream, and
-has fluxlike's deadline and not torch's half hour.
+Each torch group gets gloo connections of fluxlike's own over torch's store, so that host agreement works beside NCCL without
+touching a stream, has fluxlike's deadline and not torch's half hour, and fails at once when a rank is gone. They are made
+without ``torch.distributed.new_group``: that is collective over the whole world, and its local form names groups by how many
+each rank has made, which differs between ranks of overlapping groups.
 """
 
+import pickle
+from collections import Counter
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from . import env
 from .errors import PeerTimeout
 
+#: How often these ranks have made connections: the same number on all of them, so part of a name they agree on.
+_made: Counter[tuple[int, ...]] = Counter()
+
 
 class ControlGroup:
-    """The ranks of one torch group: who they are, and how they agree."""
+    """The ranks of one torch group: who they are, and how they agree. Making it is collective over them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
@@ -22,21 +30,39 @@ class ControlGroup:
         self.size: int = len(self.ranks)
         self.name: str = group.group_name
         self.group = group
-        self._twin = dist.new_group(
-            self.ranks, backend="gloo", timeout=timedelta(seconds=env.timeout_s()), use_local_synchronization=True
+        _made[tuple(self.ranks)] += 1
+        name = f"fluxlike/{'-'.join(map(str, self.ranks))}/{_made[tuple(self.ranks)]}"
+        store = dist.PrefixStore(  # type: ignore[attr-defined]
+            name, dist.distributed_c10d._get_default_store()
+        )
+        deadline = timedelta(seconds=env.timeout_s())
+        try:
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)
+        except RuntimeError as error:
+            raise self._nobody("connecting the ranks of a group", error) from error
+
+    def _nobody(self, what: str, error: Exception) -> PeerTimeout:
+        return PeerTimeout(
+            f"{what}: not every rank of {self.ranks} came within {env.timeout_s():g} s ({str(error).splitlines()[0]}); "
+            "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in group order. PeerTimeout if a rank does not come."""
-        values: list[Any] = [None] * self.size
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            dist.all_gather_object(values, value, group=self._twin)
+            sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(mine)] = mine
+            parts = self._all_gather(padded)
         except RuntimeError as error:
-            raise PeerTimeout(
-                f"{what}: not every rank of {self.ranks} came within {env.timeout_s():g} s ({str(error).splitlines()[0]}); "
-                "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
-            ) from error
-        return values
+            raise self._nobody(what, error) from error
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        self._gloo.allgather([parts], [mine]).wait()
+        return parts
 
     def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:
         """Raise on all ranks together if one has an ``error`` or if the ranks' ``arguments`` differ."""
@@ -58,6 +84,3 @@ class ControlGroup:
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""
         self.gather(None, what)
-
-    def close(self) -> None:
-        dist.destroy_process_group(self._twin)

@@ -1,0 +1,425 @@
+"""`python -m fluxlike bench {gemm_rs,ag_gemm}`: how fast, against what, and how near the limit. Start it with launch.sh.
+
+Protocol
+* Shapes M×N×K are of the whole problem: gemm_rs x [M, K/R], weight [N, K/R]; ag_gemm x [M/R, K], weight [N/R, K]. Operands are
+  normal random numbers of full scale: zeros or small integers draw less power, and the clocks would flatter everyone.
+* Right before fast. On up to 256 rows × 512 columns, the same on every rank, the last of three calls in a row is compared with
+  an fp64 product of the same operands, summed over the ranks. The root mean square of the deviation may be 1.5 × that of torch's
+  own path (or of one rounding of the result, if torch happens to be better); after the timing one more call is compared. A
+  method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
+* Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor, or
+  all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`. Buffers and
+  contexts are made once a shape, so nobody pays for allocation.
+* A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
+  work in all, and the methods take turns: in each round each is timed once. Synchronise, barrier, one untimed call, then an event
+  pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest rank. The figure is
+  the median over the rounds (7); smallest and largest stand beside it.
+* `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
+* Host time: 30 calls without synchronising, by the host's clock, slowest rank.
+* t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs) or (R−1)/R·M·K (ag_gemm) elements.
+  Limit T* = max(t_gemm, wire / 360 GB/s). Overlap efficiency E = 1 − (t − t_gemm) / (t_torch − t_gemm).
+* On the CPU heap the same path runs, with one call for each timing, and times are not reported: an interpreter's mean nothing.
+
+Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
+This file: the run and the command line. bench_problems: shapes, operands, truth. bench_peers: agreement. bench_report: output.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib.util
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import fluxlike
+
+from ..ops.context import SCHEDULES
+from ..runtime import world
+from . import bench_report
+from .bench_peers import Failed, Lost, Peers
+from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, SUITES, TOLERANCE, Call, Problem, indivisible, parse_shapes
+from .bench_report import Report, Result, Row, Shape, Voice
+
+OPS = ("gemm_rs", "ag_gemm")
+OURS = (*(name for name in SCHEDULES if name != "auto"), "auto")
+GPU_METHODS = ("gemm", "torch", "async_tp", *OURS)
+CPU_METHODS = ("reference", *OURS)
+#: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
+UNBOUNDED = ("torch", "async_tp", "reference")
+GRAPH_CALLS = 10
+HOST_CALLS = 30
+TARGET_MS, FEWEST, MOST = 20.0, 5, 50
+WARM_CALLS, WARM_MS = 3, 300.0
+
+
+def auto_iters(ms: float) -> int:
+    """How many calls of ``ms`` fill one timing."""
+    return min(MOST, max(FEWEST, round(TARGET_MS / max(ms, 1e-6))))
+
+
+class Budget:
+    """No new shape once ``seconds`` have passed; None: no end."""
+
+    def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._since, self._seconds = clock, clock(), seconds
+
+    def spent(self) -> bool:
+        return self._seconds is not None and self._clock() - self._since >= self._seconds
+
+
+@dataclass
+class Method:
+    name: str
+    row: Row
+    context: Any = None
+    call: Call | None = None
+    spoil: Callable[[], Any] | None = None
+    graph: Any = None
+
+    def failed(self, failure: Failed) -> None:
+        if self.name in UNBOUNDED and not failure.everywhere:
+            raise Lost(f"{self.name} failed on some ranks only, and the others wait for them: {failure}") from failure
+        self.row.status, self.row.note, self.row.rounds_ms = "failed", str(failure), []
+
+
+class Bench:
+    """One run: every shape, every method, in each mode."""
+
+    def __init__(self, asked: argparse.Namespace, peers: Peers, device: torch.device) -> None:
+        self.asked, self.peers, self.device = asked, peers, device
+        self.cuda = device.type == "cuda"
+        self.dtype = getattr(torch, asked.dtype)
+        self.rounds = asked.rounds if self.cuda else min(asked.rounds, 2)
+        self.bad = False
+        self.budget = Budget(asked.seconds)
+        if "async_tp" in asked.methods:
+            with contextlib.suppress(ImportError):  # without it the call raises, and its row says so
+                importlib.import_module("torch.distributed._symmetric_memory")
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Give the memory of the last shape back."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    # one shape
+
+    def shape(self, shape: Shape) -> dict[str, Result]:
+        """The results of every mode, or Failed if the operands cannot be made."""
+        problem: Problem = self.peers.attempt(lambda: PROBLEMS[self.asked.op](shape, self.dtype, self.device, self.peers))
+        methods = [Method(name, Row(name), spoil=problem.spoil) for name in self.asked.methods]
+        try:
+            self.peers.attempt(problem.know_torch)
+        except Failed as failure:
+            if not failure.everywhere:
+                raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
+            raise
+        for method in methods:
+            try:
+                if method.name in OURS:
+                    method.context = self.peers.attempt(functools.partial(problem.context, method.name))
+                method.call = problem.call(method.name, method.context)
+                self.first(method)
+                self.check(problem, method, 3)
+            except Failed as failure:
+                method.failed(failure)
+        found = {mode: Result(shape, self.measure(mode, problem, methods)) for mode in self.asked.modes}
+        for method in methods:
+            if method.context is not None:
+                method.context.close()
+        self.bad |= any(r.status == "WRONG" or (r.status == "failed" and r.method in OURS) for f in found.values() for r in f.rows)
+        return found
+
+    def first(self, method: Method) -> None:
+        """The first call, agreed on twice: that it could be made, and (a rank may be waiting for another) that it ended."""
+        assert method.call is not None
+        self.peers.attempt(method.call)
+        self.peers.attempt(lambda: self.settle(method))
+
+    def settle(self, method: Method) -> None:
+        self.synchronize()
+        if method.context is not None:
+            method.context.check()
+
+    def check(self, problem: Problem, method: Method, calls: int = 1) -> None:
+        """Compare the last of ``calls`` calls in a row; the row says what came of it."""
+        call, spoil = method.call, method.spoil
+        assert call is not None and spoil is not None
+
+        def judged() -> tuple[float, float]:
+            spoil()
+            for _ in range(calls):
+                result = call()
+            self.settle(method)
+            method.row.path = getattr(method.context, "last_path", "")
+            return problem.judge(method.name, result)
+
+        said = self.peers.gather(self.peers.attempt(judged))
+        wrong = [rank for rank, (error, allowed) in enumerate(said) if not error <= allowed]
+        method.row.error, method.row.allowed = max(said, key=lambda s: math.inf if math.isnan(s[0]) else s[0] / s[1])
+        if wrong:
+            method.row.status, method.row.rounds_ms = "WRONG", []
+            method.row.note = f"error {method.row.error:.2g}, allowed {method.row.allowed:.2g}, on ranks {wrong}"
+
+    # the times of one mode
+
+    def measure(self, mode: str, problem: Problem, methods: Sequence[Method]) -> list[Row]:
+        """The rows of a mode; what is wrong or failed in one keeps its own row and leaves the others in step."""
+        measured = [replace(method, row=replace(method.row, rounds_ms=[])) for method in methods]
+        per_call = GRAPH_CALLS if mode == "graph" else 1
+        for method in self.alive(measured):
+            with self.guard(method):
+                if mode == "graph":
+                    self.capture(method)
+                    self.check(problem, method)
+        self.warm_up(self.alive(measured))
+        for _ in range(self.rounds):
+            for method in self.alive(measured):
+                with self.guard(method):
+                    method.row.rounds_ms.append(self.time(method, method.row.iters) / per_call)
+        for method in self.alive(measured):
+            with self.guard(method):
+                if mode == "eager" and self.cuda:
+                    method.row.host_us = self.host_us(method)
+                self.check(problem, method)
+        for method in measured:
+            if method.graph is not None:
+                method.graph.reset()
+            if not self.cuda:
+                method.row.rounds_ms = []
+        return [method.row for method in measured]
+
+    @staticmethod
+    def alive(methods: Sequence[Method]) -> list[Method]:
+        return [method for method in methods if method.row.status == "ok"]
+
+    @contextlib.contextmanager
+    def guard(self, method: Method) -> Any:
+        try:
+            yield
+        except Failed as failure:
+            method.failed(failure)
+
+    def capture(self, method: Method) -> None:
+        """Make the method's call a replay of GRAPH_CALLS calls, which returns the result of the last of them."""
+        call = method.call
+        assert call is not None
+
+        def captured() -> torch.Tensor:
+            graph = torch.cuda.CUDAGraph()
+            method.graph = graph
+            with torch.cuda.graph(graph):
+                for _ in range(GRAPH_CALLS):
+                    result = call()
+            return result
+
+        self.peers.attempt(lambda: self.settle(method))
+        result = self.peers.attempt(captured)
+        graph = method.graph
+        method.spoil = lambda: result.fill_(math.nan)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result  # type: ignore[no-any-return]
+
+        method.call = replay
+
+    def warm_up(self, methods: Sequence[Method]) -> None:
+        """Calls until the clocks have settled, and how many calls a timing takes. Counted alike on all ranks."""
+        cost: list[tuple[Method, float]] = []
+        for method in methods:
+            with self.guard(method):
+                ms = self.time(method, WARM_CALLS if self.cuda else 1)
+                method.row.iters = (self.asked.iters or auto_iters(ms)) if self.cuda else 1
+                cost.append((method, ms))
+        worked = 0.0
+        while self.cuda and cost and worked < WARM_MS:
+            for method, ms in cost:
+                if method.row.status == "ok":
+                    with self.guard(method):
+                        self.time(method, method.row.iters)
+                worked += max(ms, 1e-3) * (method.row.iters + 1)
+
+    def time(self, method: Method, calls: int) -> float:
+        """ms a call, back to back, on the slowest rank."""
+        call = method.call
+        assert call is not None
+
+        def timed() -> float:
+            if not self.cuda:
+                since = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                return (time.perf_counter() - since) / calls * 1e3
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            call()
+            start.record()
+            for _ in range(calls):
+                call()
+            end.record()
+            self.settle(method)
+            return start.elapsed_time(end) / calls
+
+        self.synchronize()
+        self.peers.barrier()
+        return self.peers.slowest(timed)
+
+    def host_us(self, method: Method) -> float:
+        """µs of the host a call, on the slowest rank."""
+        call = method.call
+        assert call is not None
+
+        def timed() -> float:
+            since = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            spent = time.perf_counter() - since
+            self.settle(method)
+            return spent / HOST_CALLS * 1e6
+
+        self.synchronize()
+        self.peers.barrier()
+        return self.peers.slowest(timed)
+
+    # all shapes
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Everything; the exit status. Rank 0 speaks and writes."""
+        asked, loud = self.asked, self.peers.rank == 0
+        voice = Voice(loud)
+        out: Path | None = Path(asked.out) if asked.out and loud else None
+        self.peers.attempt(lambda: out.mkdir(parents=True, exist_ok=True) if out else None)
+        protocol = {
+            "rounds": self.rounds, "iters": asked.iters or "auto", "calls_per_graph": GRAPH_CALLS,
+            "wire_gb_s": bench_report.WIRE_GB_S, "sample": [SAMPLE_ROWS, SAMPLE_COLUMNS], "tolerance": TOLERANCE,
+        }  # fmt: skip
+        stamp = bench_report.environment(arguments) if loud else {}
+        suite, itemsize = "custom" if asked.shapes else asked.suite, self.dtype.itemsize
+        reports = {
+            mode: Report(asked.op, suite, self.peers.size, mode, asked.dtype, itemsize, protocol, stamp) for mode in asked.modes
+        }
+        shapes: list[Shape] = asked.shapes or list(SUITES[asked.suite][asked.op])
+        with voice.progress(len(shapes)) as advance:
+            for i, shape in enumerate(shapes):
+                begun = time.monotonic()
+                why = indivisible(asked.op, shape, self.peers.size)
+                if why is None and self.peers.gather(self.budget.spent())[0]:
+                    why = f"{asked.seconds:g} seconds have passed"
+                text = f"skipped: {why}"
+                if why is None:
+                    try:
+                        found = self.shape(shape)
+                        text = "; ".join(f"{mode}: {bench_report.headline(result.rows)}" for mode, result in found.items())
+                        for mode, result in found.items():
+                            reports[mode].results.append(result)
+                    except Failed as failure:
+                        self.bad, why = True, str(failure)
+                        text = f"failed: {why}"
+                for report in reports.values():
+                    if why is not None:
+                        report.left_out.append({"shape": str(shape), "why": why})
+                    if out:
+                        report.save(out)
+                voice.say(f"[{i + 1}/{len(shapes)}] {asked.op} {shape} ({time.monotonic() - begun:.1f} s) {text}")
+                advance()
+                self.free()
+        if loud:
+            stamp["clocks_after"] = bench_report.clocks()
+            voice.report(reports.values(), out)
+        return 1 if self.bad else 0
+
+
+# the command line
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains once, not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            super().error(message)
+        sys.exit(2)
+
+
+def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
+    """The arguments, with ``modes``, ``methods``, ``shapes`` and ``iters`` made ready; ends the process if they are no use."""
+    parser = _Parser(
+        prog="python -m fluxlike bench",
+        description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
+        epilog="Exit status: 1 if a result is wrong or a schedule of fluxlike failed. The protocol is in the module's docstring.",
+    )
+    parser.add_argument("op", choices=OPS)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--suite", choices=list(SUITES), help="default: headline on GPUs, toy without")
+    which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
+    parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
+    parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
+    parser.add_argument("--rounds", type=int, default=7, help="timings of each method (7)")
+    parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
+    parser.add_argument("--methods", help=f"some of {','.join(GPU_METHODS if cuda else CPU_METHODS)} (all)")
+    parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--seconds", type=float, help="begin no new shape after so many seconds")
+    asked = parser.parse_args(argv)
+    if asked.rounds < 1:
+        parser.error(f"--rounds {asked.rounds} is below 1; give at least one round")
+    if asked.iters != "auto" and not (asked.iters.isdecimal() and int(asked.iters) > 0):
+        parser.error(f"--iters {asked.iters} is neither auto nor a whole number above 0")
+    asked.iters = None if asked.iters == "auto" else int(asked.iters)
+    if asked.graph and not cuda:
+        parser.error("--graph needs GPUs: the CPU heap has no CUDA graphs; leave it out")
+    asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
+    possible = GPU_METHODS if cuda else CPU_METHODS
+    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(possible)
+    unknown = [name for name in names if name not in possible]
+    if unknown:
+        parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
+    asked.methods = [name for name in possible if name in names]
+    if asked.shapes:
+        try:
+            asked.shapes = parse_shapes(asked.shapes)
+        except ValueError as error:
+            parser.error(f"--shapes: {error}")
+    elif asked.suite is None:
+        asked.suite = "headline" if cuda else "toy"
+    elif asked.suite != "toy" and not cuda:
+        parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+    return asked
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv, torch.cuda.is_available())
+    if importlib.util.find_spec("rich") is None:
+        if os.environ.get("RANK", "0") == "0":
+            print("bench needs the package rich for its tables; run: python -m pip install rich matplotlib", file=sys.stderr)
+        return 2
+    try:
+        fluxlike.init()
+    except (RuntimeError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    try:
+        status = Bench(asked, Peers(), world.current().device).run(sys.argv[1:] if argv is None else argv)
+    except Lost as error:
+        print(f"bench: {error}; nothing more can be measured", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # an orderly end would wait for the collective that never ends
+    fluxlike.finalize()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

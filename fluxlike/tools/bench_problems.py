@@ -1,0 +1,237 @@
+"""The shapes that `bench` knows, and one shape on this rank: operands, the ways to compute it, the truth on a sample."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fluxlike
+
+from .bench_peers import Peers
+from .bench_report import Shape
+
+SAMPLE_ROWS, SAMPLE_COLUMNS = 256, 512
+TOLERANCE = 1.5
+
+Call = Callable[[], torch.Tensor]
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    return tuple(parse_shapes(text.replace(" ", ",")))
+
+
+def parse_shapes(text: str) -> list[Shape]:
+    """MxNxK,MxNxK… of the whole problem; ValueError names the part that is none."""
+    shapes = []
+    for part in text.split(","):
+        sizes = part.strip().lower().replace("×", "x").split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ValueError(f"{part.strip()!r} is not a shape; write MxNxK with whole numbers above 0, and commas between shapes")
+        shapes.append(Shape(*map(int, sizes)))
+    return shapes
+
+
+def _model(hidden: int, inner: int, up: int) -> dict[str, tuple[Shape, ...]]:
+    """An MLP: the down-projection for gemm_rs, the ``up`` projections into it (with gate: two) for ag_gemm."""
+    tokens = [1 << i for i in range(4, 15)]
+    return {
+        "gemm_rs": tuple(Shape(m, hidden, inner) for m in tokens),
+        "ag_gemm": tuple(Shape(m, up * inner, hidden) for m in tokens),
+    }
+
+
+SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
+    "headline": {
+        "gemm_rs": _shapes(
+            "8192x8192x28672 8192x8192x8192 4096x8192x28672 2048x8192x28672 1024x8192x28672 "
+            "8192x12288x49152 4096x12288x49152 8192x4096x14336 4096x4096x14336"
+        ),
+        "ag_gemm": _shapes(
+            "8192x57344x8192 2048x57344x8192 1024x57344x8192 512x57344x8192 8192x28672x4096 4096x49152x12288 8192x16384x8192"
+        ),
+    },
+    "eight": {
+        "gemm_rs": _shapes("8192x8192x28672 4096x8192x28672 8192x12288x49152 8192x4096x14336"),
+        "ag_gemm": _shapes("8192x57344x8192 8192x28672x8192 2048x57344x8192 8192x49152x12288"),
+    },
+    "decode": {
+        "gemm_rs": tuple(Shape(m, 8192, 28672) for m in (16, 64, 256, 512)),
+        "ag_gemm": tuple(Shape(m, 57344, 8192) for m in (16, 64, 256, 512)),
+    },
+    "llama-8b": _model(4096, 14336, up=2),
+    "llama-70b": _model(8192, 28672, up=2),
+    "llama-405b": _model(16384, 53248, up=2),
+    "gpt3-175b": _model(12288, 49152, up=1),
+    "qwen-72b": _model(8192, 29568, up=2),
+    # small enough for the interpreter
+    "toy": {"gemm_rs": _shapes("64x48x64 8x32x128 128x96x64"), "ag_gemm": _shapes("64x48x64 8x128x32 128x64x96")},
+}
+
+
+def indivisible(op: str, shape: Shape, ranks: int) -> str | None:
+    """Why a shape cannot be split over the ranks, if it cannot."""
+    sizes = {"M": shape.m, "K": shape.k} if op == "gemm_rs" else {"M": shape.m, "N": shape.n}
+    bad = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
+    return f"R={ranks} does not divide {' and '.join(bad)}" if bad else None
+
+
+class Problem:
+    """One shape on this rank: operands, buffers, the ways to compute it, and the truth on a sample of the result."""
+
+    out: torch.Tensor
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
+        self.shape, self.dtype, self.device, self.peers = shape, dtype, device, peers
+        self.generator = torch.Generator(device=device).manual_seed(1234 + peers.rank)
+        choice = torch.Generator().manual_seed(5)  # the same sample on every rank
+        share = shape.m // peers.size
+        self.picked = torch.randperm(share, generator=choice)[: max(1, SAMPLE_ROWS // peers.size)].to(device)
+        self.rows = torch.cat([self.picked + rank * share for rank in range(peers.size)])
+        self.choice = choice
+
+    def columns(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.choice)[:SAMPLE_COLUMNS].to(self.device)
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def empty(self, *size: int) -> torch.Tensor:
+        return torch.empty(*size, device=self.device, dtype=self.dtype)
+
+    def call(self, method: str, context: Any) -> Call:
+        if context is not None:
+            return lambda: self.ours(context)
+        return getattr(self, f"run_{method}")  # type: ignore[no-any-return]
+
+    def context(self, schedule: str) -> Any:
+        raise NotImplementedError
+
+    def ours(self, context: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def run_torch(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the sampled part of ``result``, what it should be), fp64."""
+        raise NotImplementedError
+
+    def spoil(self) -> None:
+        """Make what no method has written yet recognisable, so that none passes with the result of the one before.
+
+        The second line is for results that are allocated anew: the allocator gives the block of that size out again.
+        """
+        self.out.fill_(math.nan)
+        torch.full_like(self.out, math.nan)
+
+    def know_torch(self) -> None:
+        """Measure torch's own error, against which all are judged. Collective."""
+        self.torch_error = 0.0
+        error, _ = self.judge("torch", self.run_torch())
+        self.torch_error = error
+
+    def judge(self, method: str, result: torch.Tensor) -> tuple[float, float]:
+        """(error, allowed error) on this rank, as shares of the true values' size; NaN is never allowed.
+
+        One rounding of the result costs about 0.2 of eps; the fp32 sums of K terms, up to √K of theirs. torch rounds at each
+        step of its ring and may split K, hence the wider bound that torch itself must keep to.
+        """
+        got, truth = self.sample(method, result)
+        size = truth.square().mean().sqrt().item()
+        error = (got - truth).square().mean().sqrt().item() / size
+        sums = torch.finfo(torch.float32).eps * math.sqrt(self.shape.k)
+        eps = torch.finfo(self.dtype).eps
+        sane = eps * math.sqrt(self.peers.size) + sums
+        if method in ("torch", "gemm"):
+            return error, sane
+        return error, TOLERANCE * max(min(self.torch_error, sane), (eps + sums) / 4)
+
+
+class GemmRS(Problem):
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
+        super().__init__(shape, dtype, device, peers)
+        (m, n, k), ranks = shape, peers.size
+        self.x, self.weight = self.random(m, k // ranks), self.random(n, k // ranks)
+        self.product, self.out = self.empty(m, n), self.empty(m // ranks, n)
+        self.cols = self.columns(n)
+        self.local = self.x[self.rows].double() @ self.weight[self.cols].double().T
+        mine = len(self.picked)
+        self.truth = peers.add(self.local)[peers.rank * mine : (peers.rank + 1) * mine]
+
+    def context(self, schedule: str) -> Any:
+        m, n, k = self.shape
+        return fluxlike.create_gemm_rs_context(m, n, k, dtype=self.dtype, schedule=schedule)
+
+    def ours(self, context: Any) -> torch.Tensor:
+        return fluxlike.gemm_rs(self.x, self.weight, context, out=self.out)
+
+    def spoil(self) -> None:
+        super().spoil()
+        self.product.fill_(math.nan)
+
+    def run_gemm(self) -> torch.Tensor:
+        return torch.matmul(self.x, self.weight.T, out=self.product)
+
+    def run_torch(self) -> torch.Tensor:
+        self.run_gemm()
+        if self.device.type == "cpu":  # gloo lacks it for 16 bits; rounded partial sums, as in a ring
+            total = self.product.float()
+            dist.all_reduce(total)
+            return self.out.copy_(total.chunk(self.peers.size)[self.peers.rank])
+        dist.reduce_scatter_tensor(self.out, self.product)
+        return self.out
+
+    def run_async_tp(self) -> torch.Tensor:
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.x, self.weight.T, "sum", 0, name)  # type: ignore[no-any-return]
+
+    def run_reference(self) -> torch.Tensor:
+        return fluxlike.reference.gemm_rs(self.x, self.weight, out=self.out)  # type: ignore[no-any-return]
+
+    def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if method == "gemm":
+            return result[self.rows][:, self.cols].double(), self.local
+        return result[self.picked][:, self.cols].double(), self.truth
+
+
+class AGGemm(Problem):
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
+        super().__init__(shape, dtype, device, peers)
+        (m, n, k), ranks = shape, peers.size
+        self.x, self.weight = self.random(m // ranks, k), self.random(n // ranks, k)
+        self.gathered, self.out = self.empty(m, k), self.empty(m, n // ranks)
+        self.cols = self.columns(n // ranks)
+        shards = peers.gather(self.x[self.picked].float().cpu())
+        self.truth = torch.cat(shards).to(device).double() @ self.weight[self.cols].double().T
+
+    def context(self, schedule: str) -> Any:
+        m, n, k = self.shape
+        return fluxlike.create_ag_gemm_context(m, n, k, dtype=self.dtype, schedule=schedule)
+
+    def ours(self, context: Any) -> torch.Tensor:
+        return fluxlike.ag_gemm(self.x, self.weight, context)  # type: ignore[no-any-return]
+
+    def run_gemm(self) -> torch.Tensor:
+        return torch.matmul(self.gathered, self.weight.T, out=self.out)
+
+    def run_torch(self) -> torch.Tensor:
+        if self.device.type == "cpu":
+            dist.all_gather(list(self.gathered.chunk(self.peers.size)), self.x)
+        else:
+            dist.all_gather_into_tensor(self.gathered, self.x)
+        return self.run_gemm()
+
+    def run_async_tp(self) -> torch.Tensor:
+        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        return torch.ops.symm_mem.fused_all_gather_matmul(self.x, [self.weight.T], 0, name)[1][0]  # type: ignore[no-any-return]
+
+    def run_reference(self) -> torch.Tensor:
+        return fluxlike.reference.ag_gemm(self.x, self.weight)  # type: ignore[no-any-return]
+
+    def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return result[self.rows][:, self.cols].double(), self.truth
+
+
+PROBLEMS: dict[str, type[Problem]] = {"gemm_rs": GemmRS, "ag_gemm": AGGemm}

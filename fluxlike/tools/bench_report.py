@@ -1,0 +1,389 @@
+"""What `bench` makes of its times: derived numbers, the table, the JSON with its environment stamp, the plot.
+
+rich and matplotlib are imported where they are used, since the library itself needs neither.
+"""
+
+import contextlib
+import datetime
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import __version__
+
+#: What a GPU gets out of its links in one direction: copies of tens of MB to a peer reach 350 to 390 GB/s on H200s.
+WIRE_GB_S = 360.0
+#: auto may be this much slower than the best peer before its row says so.
+TOLERATED = 0.98
+PEERS = ("torch", "async_tp")
+NONE = "–"
+
+
+class Shape(NamedTuple):
+    """The whole problem: C[m, n] = A[m, k] · Wᵀ."""
+
+    m: int
+    n: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"{self.m}×{self.n}×{self.k}"
+
+
+@dataclass
+class Row:
+    """One method on one shape in one mode."""
+
+    method: str
+    status: str = "ok"  # "WRONG": not timed; "failed": raised
+    note: str = ""
+    path: str = ""  # what a context says it did
+    error: float | None = None  # root mean square of the deviation, over that of the true values; worst rank
+    allowed: float | None = None
+    rounds_ms: list[float] = field(default_factory=list)  # empty: not timed
+    iters: int = 0  # calls (eager) or replays (graph) of one timing
+    host_us: float | None = None
+
+    @property
+    def ms(self) -> float | None:
+        return statistics.median(self.rounds_ms) if self.rounds_ms else None
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from the median times of one shape; None where a time that it needs is missing."""
+
+    tflops: float | None = None  # of one GPU
+    speedup: float | None = None  # over torch
+    efficiency: float | None = None  # E: 1 is communication fully hidden, 0 is torch
+    over_limit: float | None = None  # T / T*
+
+
+@dataclass
+class Result:
+    """One shape in one mode."""
+
+    shape: Shape
+    rows: list[Row]
+
+
+def wire_bytes(op: str, shape: Shape, ranks: int, itemsize: int) -> float:
+    """Bytes that one rank must send (and receive): partial sums for the others' rows, or its shard to all others."""
+    width = shape.n if op == "gemm_rs" else shape.k
+    return (ranks - 1) / ranks * shape.m * width * itemsize
+
+
+def limit_ms(op: str, shape: Shape, ranks: int, itemsize: int, gemm_ms: float | None) -> float | None:
+    """T*: no schedule can be faster than the product alone, nor than the wire."""
+    if gemm_ms is None:
+        return None
+    return max(gemm_ms, wire_bytes(op, shape, ranks, itemsize) / (WIRE_GB_S * 1e9) * 1e3)
+
+
+def efficiency(ms: float, gemm_ms: float, torch_ms: float) -> float | None:
+    """E = 1 − (t − t_gemm) / (t_torch − t_gemm); None where torch exposes nothing."""
+    exposed = torch_ms - gemm_ms
+    return 1 - (ms - gemm_ms) / exposed if exposed > 0 else None
+
+
+def derive(op: str, shape: Shape, ranks: int, itemsize: int, times: Mapping[str, float | None]) -> dict[str, Derived]:
+    """For each method's median time in ms (None: not timed) what follows from it."""
+    gemm, torch = times.get("gemm"), times.get("torch")
+    limit = limit_ms(op, shape, ranks, itemsize, gemm)
+    found = {}
+    for method, ms in times.items():
+        if ms is None:
+            found[method] = Derived()
+            continue
+        found[method] = Derived(
+            tflops=2.0 * shape.m * shape.n * shape.k / ranks / (ms * 1e-3) / 1e12,
+            speedup=None if torch is None else torch / ms,
+            efficiency=None if torch is None or gemm is None else efficiency(ms, gemm, torch),
+            over_limit=None if limit is None else ms / limit,
+        )
+    return found
+
+
+def against_peers(times: Mapping[str, float | None]) -> float | None:
+    """Speed of auto over the best of torch and async TP; above 1 is faster."""
+    peers = [ms for name in PEERS if (ms := times.get(name)) is not None]
+    auto = times.get("auto")
+    return min(peers) / auto if peers and auto is not None else None
+
+
+@dataclass
+class Report:
+    """All results of one mode, and how they were got."""
+
+    op: str
+    suite: str
+    ranks: int
+    mode: str
+    dtype: str
+    itemsize: int
+    protocol: dict[str, Any]
+    environment: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+    left_out: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}-{self.suite}-R{self.ranks}-{self.mode}"
+
+    def times(self, result: Result) -> dict[str, float | None]:
+        return {row.method: row.ms for row in result.rows}
+
+    def derived(self, result: Result) -> dict[str, Derived]:
+        return derive(self.op, result.shape, self.ranks, self.itemsize, self.times(result))
+
+    def limit(self, result: Result) -> float | None:
+        return limit_ms(self.op, result.shape, self.ranks, self.itemsize, self.times(result).get("gemm"))
+
+    def as_json(self) -> dict[str, Any]:
+        shapes = []
+        for result in self.results:
+            derived = self.derived(result)
+            methods = {}
+            for row in result.rows:
+                ms = row.rounds_ms
+                spread = {"median": row.ms, "min": min(ms), "max": max(ms), "rounds": ms} if ms else None
+                facts = asdict(row) | {"ms": spread} | asdict(derived[row.method])
+                for name in ("method", "rounds_ms"):
+                    del facts[name]
+                methods[row.method] = facts
+            shapes.append({**result.shape._asdict(), "limit_ms": self.limit(result), "methods": methods})
+        head = {key: getattr(self, key) for key in ("op", "suite", "ranks", "mode", "dtype", "protocol", "environment", "left_out")}
+        return _finite(head | {"shapes": shapes})
+
+    def save(self, directory: Path) -> Path:
+        """The JSON; whole or not at all, so that it can be written again after each shape."""
+        path = directory / f"{self.name}.json"
+        scratch = path.with_suffix(".json.part")
+        scratch.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+        return path
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for what JSON has no word for (a wrong result may well have an error of NaN)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# the table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def _note(row: Row, behind: float | None) -> str:
+    parts = [row.path, row.note]
+    if row.method == "auto" and behind is not None and behind < TOLERATED:
+        parts.append(f"behind the best peer ({behind:.2f}×)")
+    return "; ".join(filter(None, parts))
+
+
+def table(report: Report) -> Any:
+    """A rich table: a row a method, a section a shape."""
+    rich_table, box = importlib.import_module("rich.table"), importlib.import_module("rich.box")
+    title = f"{report.op}, suite {report.suite}, R={report.ranks}, {report.dtype}, {report.mode}"
+    made = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made.add_column("M×N×K", overflow="fold")
+    made.add_column("method", overflow="fold")
+    for head in ("ms", "min–max", "TFLOP/s", "× torch", "E", "T/T*", "host µs", "error/allowed"):
+        made.add_column(head, justify="right", overflow="fold")
+    made.add_column("", overflow="fold")
+    for result in report.results:
+        derived, behind = report.derived(result), against_peers(report.times(result))
+        for i, row in enumerate(result.rows):
+            d, ms = derived[row.method], row.rounds_ms
+            known = row.error is not None and row.allowed
+            made.add_row(
+                str(result.shape) if i == 0 else "",
+                row.method,
+                row.status if row.status != "ok" else _cell(row.ms, ".4g"),
+                f"{min(ms):.4g}–{max(ms):.4g}" if ms else NONE,
+                _cell(d.tflops, ".0f"),
+                _cell(d.speedup, ".2f"),
+                _cell(d.efficiency, ".2f"),
+                _cell(d.over_limit, ".2f"),
+                _cell(row.host_us, ".0f"),
+                f"{row.error / row.allowed:.2f}" if known else NONE,  # type: ignore[operator]
+                importlib.import_module("rich.text").Text(_note(row, behind)),
+                end_section=i == len(result.rows) - 1,
+            )
+    return made
+
+
+def summary(report: Report) -> list[str]:
+    """Where auto stands, and all that is wrong or was left out, one line each."""
+    lines = []
+    ratios = {str(r.shape): ratio for r in report.results if (ratio := against_peers(report.times(r))) is not None}
+    if ratios:
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        ahead = sum(ratio >= TOLERATED for ratio in ratios.values())
+        lines.append(
+            f"auto against the best of {' and '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {len(ratios)} shapes, "
+            f"worst {ratios[worst]:.2f}× at {worst}"
+        )
+    for result in report.results:
+        lines += [f"{row.status}: {row.method} at {result.shape}: {row.note}" for row in result.rows if row.status != "ok"]
+    lines += [f"left out: {item['shape']}: {item['why']}" for item in report.left_out]
+    return lines
+
+
+# the plot
+
+
+def plot(report: Report, path: Path) -> str | None:
+    """Speed-up over torch, a bar a method, with the limit marked; a reason instead of a file where there is none to draw."""
+    drawn = [(result, self_times) for result in report.results if (self_times := report.times(result)).get("torch")]
+    if not drawn:
+        return "no plot: it needs times of torch"
+    try:
+        figure_module = importlib.import_module("matplotlib.figure")
+    except ImportError:
+        return "no plot: matplotlib is missing; python -m pip install matplotlib"
+    methods = [m for m in drawn[0][1] if m not in ("gemm", "torch") and any(times.get(m) for _, times in drawn)]
+    width = 0.8 / max(1, len(methods))
+    figure = figure_module.Figure(figsize=(max(6.0, 1.5 + 0.35 * (len(methods) + 1) * len(drawn)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, method in enumerate(methods):
+        heights = [report.derived(result)[method].speedup or 0.0 for result, _ in drawn]
+        axes.bar([j - 0.4 + width * (i + 0.5) for j in range(len(drawn))], heights, width, label=method)
+    for j, (result, times) in enumerate(drawn):
+        limit = report.limit(result)
+        if limit:
+            label = "limit T*" if j == 0 else None
+            axes.hlines((times["torch"] or 0.0) / limit, j - 0.42, j + 0.42, colors="black", linewidth=1.5, label=label)
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--", label="torch")
+    axes.set_xticks(range(len(drawn)), [str(result.shape) for result, _ in drawn], rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel("speed-up over torch")
+    stamp = report.environment
+    place = " · ".join(str(stamp[key]) for key in ("gpu", "commit", "date") if stamp.get(key))
+    axes.set_title(f"{report.op}, {report.suite}, R={report.ranks}, {report.dtype}, {report.mode}\n{place}", fontsize=9)
+    axes.legend(fontsize=8, ncols=4)
+    figure.savefig(path, dpi=150)
+    return None
+
+
+# the stamp
+
+_PACKAGES = ("torch", "triton", "numpy", *(f"{n}-cu{c}" for n in ("nvshmem4py", "nvidia-nvshmem", "nvidia-nccl") for c in (12, 13)))
+_VARIABLES = ("FLUXLIKE_", "NVSHMEM_", "NCCL_", "TRITON_", "TORCH_SYMM_MEM_", "CUDA_VISIBLE_DEVICES")
+
+
+def _output(*command: str) -> str | None:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return None
+
+
+def clocks() -> list[str]:
+    """What nvidia-smi says of each GPU at this moment."""
+    asked = "index,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    return (_output("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader") or "").splitlines()
+
+
+def _commit() -> str | None:
+    """The commit of the package's own repository, if it runs from one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "--short=12", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no", "--", "fluxlike")
+    return f"{commit} with changes" if commit and changed else commit
+
+
+def environment(arguments: Iterable[str]) -> dict[str, Any]:
+    """Everything without which a figure is not a figure. Variables whose value is a path are left out."""
+    import torch
+
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    cuda = torch.cuda.is_available()
+    driver = (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").splitlines()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "fluxlike": __version__,
+        "commit": _commit(),
+        "command": shlex.join(["python", "-m", "fluxlike", "bench", *arguments]),
+        "python": platform.python_version(),
+        "versions": versions,
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "multiprocessors": torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if cuda else None,
+        "driver": driver[0] if driver else None,
+        "cuda": torch.version.cuda,
+        "clocks_fields": "index, SM, SM at most, memory, power, power limit, temperature",
+        "clocks_before": clocks(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES) and os.sep not in v},
+    }
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """One shape in a few words, for the progress line."""
+    times = {row.method: row.ms for row in rows}
+    bad = [f"{row.method} {row.status}" for row in rows if row.status != "ok"]
+    torch = times.get("torch")
+    parts = [
+        f"{name} {ms:.4g} ms" + (f" ({torch / ms:.2f}×)" if torch and name != "torch" else "")
+        for name, ms in times.items()
+        if ms is not None
+    ]
+    return ", ".join(parts + bad) or f"{len(rows)} methods right"
+
+
+class Voice:
+    """What rank 0 prints; the other ranks are silent. A log file gets plain lines, wide enough for the whole table."""
+
+    def __init__(self, loud: bool) -> None:
+        self.console: Any = None
+        if loud:
+            terminal = sys.stdout.isatty()
+            if not terminal and hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(errors="replace")
+            self.console = importlib.import_module("rich.console").Console(width=None if terminal else 200)
+
+    def say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Any:
+        """A bar on a terminal; elsewhere the lines of the shapes are the progress."""
+        if self.console is None or not self.console.is_terminal:
+            yield lambda: None
+            return
+        with importlib.import_module("rich.progress").Progress(console=self.console, transient=True) as bar:
+            task = bar.add_task("shapes", total=total)
+            yield lambda: bar.advance(task)
+
+    def report(self, reports: Any, out: Path | None) -> None:
+        for report in reports:
+            self.say("")
+            self.console.print(table(report))
+            for line in summary(report):
+                self.say(line)
+            if out:
+                self.say(f"written: {report.save(out)}")
+                picture = out / f"{report.name}.png"
+                self.say(plot(report, picture) or f"written: {picture}")
