@@ -7,6 +7,8 @@ import ranks
 import torch
 
 
+@pytest.hookimpl(trylast=True)  # behind the reporter's own, which makes it
+@pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config):
     if ranks.TORCHRUN_RANK > 0:
         # All ranks pass and fail together, so rank 0 says it for all.

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import SCHEDULES, AGCase, RSCase, poison, same
-from ranks import device, rows_slice, run_ranks
+from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
 from fluxlike.runtime import interpreter, world
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 3, 4, *LARGE_WORLDS)
 DTYPES = ("bfloat16", "float16", "float32")
 
 NICE = ((128, 128, 64), (256, 128, 128))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
-from ..kernels.tiles import cdiv, chunk_rows, rows_of
+from ..kernels.tiles import cdiv, chunk_rows
 from . import tiling, validate
 from .context import Context, check_arguments, kept, resolve
 
@@ -22,6 +22,7 @@ PIECES = 4
 class AGGemmContext(Context):
     """Slots for the gathered input of calls up to ``max_m`` rows and ``k`` columns."""
 
+    maker = "fluxlike.create_ag_gemm_context"
     # 4×H200, N=57344, K=8192, µs, copy engine against in-kernel: shards of 4 MiB 431 : 481, of 8 MiB 752 : 828
     copy_engine_from = 4 << 20
 
@@ -29,7 +30,7 @@ class AGGemmContext(Context):
         self, max_m: int, k: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, n: int | None = None
     ) -> None:
         control = resolve(group)
-        error = check_arguments("ag_gemm", {"max_m": max_m, "n": n, "k": k}, dtype, schedule)
+        error = check_arguments("ag_gemm", {"max_m": max_m, "n": 1 if n is None else n, "k": k}, dtype, schedule)
         control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
         self.max_m, self.k = max_m, k
         rows = chunk_rows(max_m, control.size)
@@ -89,23 +90,10 @@ def ag_gemm(
         ValueError: shapes, dtypes, devices or strides that do not fit. RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
-    several = validate.is_tensor_list(weight)
-    weights: list[torch.Tensor] = list(weight) if several else [weight]  # type: ignore[list-item]
-    biases: list[torch.Tensor | None] = list(bias) if validate.is_tensor_list(bias) else [bias] * len(weights)  # type: ignore
-    if not weights or len(biases) != len(weights):
-        raise ValueError(
-            f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
-        )
-    for w, b in zip(weights, biases, strict=True):
-        validate.operands("ag_gemm", x_shard, w, b)
-    control = ctx.control if isinstance(ctx, AGGemmContext) else resolve(group)
-    (rows, k), ranks = x_shard.shape, control.size
-    m = rows * ranks if m is None else m
-    if rows_of(m, ranks, control.rank) != rows:
-        raise ValueError(
-            f"ag_gemm: this rank holds {rows} of m={m} rows, and torch.chunk gives rank {control.rank} of {ranks} "
-            f"{rows_of(m, ranks, control.rank)}; split the rows as torch.chunk does and pass m, the rows of all ranks together"
-        )
+    validate.context("ag_gemm", ctx, AGGemmContext)
+    control = resolve(group) if ctx is None else ctx.control
+    weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
+    k = x_shard.shape[1]
     if ctx is None:
         ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group)
     validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
@@ -116,7 +104,7 @@ def ag_gemm(
     else:
         for z, b in zip(results, biases, strict=True):
             z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
-    result: Any = results if several else results[0]
+    result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
 
 
@@ -149,9 +137,7 @@ def _run(
 
     if transport == "copy_engine" and ranks > 1:
         # the first launch alone: what follows may have to compile, and the peers wait for this shard
-        ctx.world.executor.overlapped(
-            ctx.engine, lambda: launch(0), lambda: _queue_copies(ctx, shard, x.shape[0], m, ld, subs, tile.bm, slot)
-        )
+        ctx.overlapped(lambda: launch(0), lambda: _queue_copies(ctx, shard, x.shape[0], m, ld, subs, tile.bm, slot))
     else:
         launch(0)
     for i in range(1, len(weights)):
@@ -196,8 +182,8 @@ def _collect(
     m, k = gathered.shape
     full = chunk_rows(m, ctx.size)
     args = (
-        x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, tiling.pitch(x), ld, ctx.set_elements, ctx.max_flags, full, ctx.rank,
-        slot,
+        x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, tiling.pitch(x), ld, ctx.set_elements, ctx.max_flags,
+        full, ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
         R=ctx.size,

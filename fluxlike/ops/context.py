@@ -5,6 +5,7 @@ meet only through signals in memory (`kernels.sync`), never through the host.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,10 +30,10 @@ _WHAT = {
 }
 
 
-def check_arguments(op: str, sizes: dict[str, int | None], dtype: Any, schedule: str) -> Exception | None:
+def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -> Exception | None:
     """The error in the arguments of a context's creation, if any; raised by all ranks together."""
     for name, value in sizes.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return ValueError(f"{op}: {name}={value!r} is not a whole number above 0")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
@@ -48,6 +49,8 @@ class Context:
     (calls, kernel launches, copies queued), ``group_ranks``, ``rank``, ``size``.
     """
 
+    #: What makes one, for messages.
+    maker = "fluxlike.ops.context.Context"
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
     copy_engine_from = 4 << 20
 
@@ -122,6 +125,21 @@ class Context:
             self._error, self._seen = error, True
             raise
 
+    def overlapped(self, launch: Callable[[], None], queue: Callable[[], None]) -> None:
+        """``launch`` with the copies that ``queue`` queues beside it."""
+
+        def stuck(seconds: float) -> PeerTimeout | None:
+            gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
+            if gave_up or seconds > env.timeout_s():
+                return self.give_up(sync.WAIT_SIGNAL.value, self.rank, 1, 0)
+            return None
+
+        try:
+            self.world.executor.overlapped(self.engine, launch, queue, stuck)
+        except PeerTimeout as error:
+            self._error, self._seen = error, True
+            raise
+
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
         """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""
         self.engine.copy(to, pitch_to, source, pitch_source, width, rows)
@@ -146,7 +164,7 @@ class Context:
     def raise_if_failed(self) -> None:
         """Raise what is known now, without waiting for the device."""
         if self.closed:
-            raise RuntimeError(f"{self.op}: this context is closed; make a new one")
+            raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         if self.failure() is not None:
             self._seen = True
             raise self._error  # type: ignore[misc]
@@ -208,7 +226,7 @@ class Context:
             self.engine.close()
         try:
             self.control.barrier(f"{self.op}: closing a context")
-        except PeerTimeout as error:
+        except RuntimeError as error:
             world.log.warning("rank %d: %s", self.group_ranks[self.rank], error)
             return
         self.world.heap.free(self.block)

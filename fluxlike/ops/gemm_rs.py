@@ -18,6 +18,7 @@ from .context import Context, check_arguments, kept, resolve
 class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
 
+    maker = "fluxlike.create_gemm_rs_context"
     # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
     copy_engine_from = 6 << 20
 
@@ -25,7 +26,7 @@ class GemmRSContext(Context):
         self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, k: int | None = None
     ) -> None:
         control = resolve(group)
-        error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": k}, dtype, schedule)
+        error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": 1 if k is None else k}, dtype, schedule)
         control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
         self.max_m, self.n = max_m, n
         rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
@@ -86,6 +87,7 @@ def gemm_rs(
         ValueError: shapes, dtypes, devices or strides that do not fit. RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    validate.context("gemm_rs", ctx, GemmRSContext)
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
     if ctx is None:
@@ -142,9 +144,7 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         ctx.launch(gemm_rs_kernel, unit_tiles * subs * ranks, args, constants, tile)
 
     if transport == "copy_engine" and ranks > 1:
-        ctx.world.executor.overlapped(
-            ctx.engine, launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot)
-        )
+        ctx.overlapped(launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot))
     else:
         launch()
 

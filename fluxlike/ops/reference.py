@@ -49,13 +49,8 @@ def ag_gemm(
     m: int | None = None,
 ) -> Any:
     """`fluxlike.ag_gemm` by one all-gather of shards padded to equal size and one product a weight."""
-    several = validate.is_tensor_list(weight)
-    weights: list[torch.Tensor] = list(weight) if several else [weight]  # type: ignore[list-item]
-    biases: list[torch.Tensor | None] = list(bias) if validate.is_tensor_list(bias) else [bias] * len(weights)  # type: ignore
-    for w, b in zip(weights, biases, strict=True):
-        validate.operands("ag_gemm", x_shard, w, b)
     control = resolve(group) if ctx is None else ctx.control
-    m = x_shard.shape[0] * control.size if m is None else m
+    weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     full = -(-m // control.size)
     padded = x_shard.new_zeros(full, x_shard.shape[1])
     padded[: x_shard.shape[0]] = x_shard
@@ -66,5 +61,5 @@ def ag_gemm(
     for w, b in zip(weights, biases, strict=True):
         z = gathered.float() @ w.float().T
         results.append((z if b is None else z + b.float()).to(x_shard.dtype))
-    result: Any = results if several else results[0]
+    result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result

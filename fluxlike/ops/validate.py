@@ -5,16 +5,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..kernels.tiles import rows_of
 from ..runtime import world
+from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES, Context
+
+
+def context(op: str, ctx: Any, kind: type[Context]) -> None:
+    """ctx is None or a context of this operation."""
+    if ctx is not None and not isinstance(ctx, kind):
+        found = getattr(ctx, "op", type(ctx).__name__)
+        raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context")
+
+
+def gathered_operands(
+    x_shard: torch.Tensor, weight: Any, bias: Any, m: int | None, control: ControlGroup
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
+    """The operands of ag_gemm: the weights and biases as lists of one length, and M, which the shard must fit."""
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
+        )
+    for w, b in zip(weights, biases, strict=True):
+        operands("ag_gemm", x_shard, w, b)
+    rows, ranks = x_shard.shape[0], control.size
+    m = rows * ranks if m is None else m
+    if m < 0 or rows_of(m, ranks, control.rank) != rows:
+        raise ValueError(
+            f"ag_gemm: this rank holds {rows} of m={m} rows, and torch.chunk gives rank {control.rank} of {ranks} "
+            f"{rows_of(max(m, 0), ranks, control.rank)}; split the rows as torch.chunk does and pass m, the rows of all ranks"
+        )
+    return weights, biases, m
 
 
 def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """x [M, K], weight [N, K], bias [N]: dtypes, devices, shapes and strides."""
     device = world.current().device
     for name, t, dims in (("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if t is None:
+        if t is None and name == "bias":
             continue
         if not isinstance(t, torch.Tensor) or t.dim() != dims:
             shape = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
@@ -45,10 +76,7 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def call(op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
-    """The call fits the context: kind, state, group, dtype, and each size (value, limit, name of the limit)."""
-    if not isinstance(ctx, Context) or ctx.op != op:
-        kind = getattr(ctx, "op", type(ctx).__name__)
-        raise ValueError(f"{op}: ctx is of {kind!r}, it must come from fluxlike.create_{op}_context")
+    """The call fits the context: state, group, dtype, and each size (value, limit, name of the limit)."""
     ctx.raise_if_failed()
     if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
         raise ValueError(
@@ -74,7 +102,3 @@ def output(op: str, out: torch.Tensor | None, shape: tuple[int, int], like: torc
             f"{like.dtype} on {like.device}, row-major; leave it out to get a new tensor"
         )
     return out
-
-
-def is_tensor_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))

@@ -35,7 +35,11 @@ class ControlGroup:
         store = dist.PrefixStore(  # type: ignore[attr-defined]
             name, dist.distributed_c10d._get_default_store()
         )
-        deadline = timedelta(seconds=env.timeout_s())
+        try:
+            self._limit = env.timeout_s()
+        except ValueError:  # the ranks must meet to learn that one of them cannot read its environment
+            self._limit = env.default_timeout_s()
+        deadline = timedelta(seconds=self._limit)
         try:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)
         except RuntimeError as error:
@@ -43,13 +47,13 @@ class ControlGroup:
 
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
-            f"{what}: not every rank of {self.ranks} came within {env.timeout_s():g} s ({str(error).splitlines()[0]}); "
+            f"{what}: not every rank of {self.ranks} came within {self._limit:g} s ({str(error).splitlines()[0]}); "
             "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in group order. PeerTimeout if a rank does not come."""
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
         try:
             sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -57,7 +61,14 @@ class ControlGroup:
             parts = self._all_gather(padded)
         except RuntimeError as error:
             raise self._nobody(what, error) from error
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        said = [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        for index, (theirs, _) in enumerate(said):
+            if theirs != what:
+                raise RuntimeError(
+                    f"rank {self.ranks[self.rank]} is at '{what}' and rank {self.ranks[index]} at '{theirs}'; all ranks of the "
+                    "group must make the same collective calls in the same order"
+                )
+        return [value for _, value in said]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]

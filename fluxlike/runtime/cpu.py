@@ -42,13 +42,16 @@ class CpuCopyEngine:
     def fork(self) -> None:
         """Launches are synchronous: what came before is done."""
 
-    def join(self) -> None:
-        """Wait until all that was queued is done. Its waits end with this rank's kernel or with cancel."""
+    def join(self, stuck: Callable[[float], Exception | None]) -> None:
+        """Wait until all that was queued is done; ``stuck(seconds so far)`` gives the error when that cannot be any more."""
         done = threading.Event()
         self._jobs.put(done.set)
-        while not done.wait(0.05):
-            if self._cancelled.is_set():
-                break
+        since = time.monotonic()
+        while not done.wait(0.02) and not self._cancelled.is_set():
+            error = stuck(time.monotonic() - since)
+            if error is not None:
+                self.cancel()
+                raise error
         if self._error is not None:
             raise RuntimeError("the copy engine thread failed") from self._error
 
@@ -123,7 +126,13 @@ class CpuExecutor:
     def on_same_stream(self, last: Any) -> Any:
         return None
 
-    def overlapped(self, engine: CpuCopyEngine, launch: Callable[[], None], queue: Callable[[], None]) -> None:
+    def overlapped(
+        self,
+        engine: CpuCopyEngine,
+        launch: Callable[[], None],
+        queue: Callable[[], None],
+        stuck: Callable[[float], Exception | None],
+    ) -> None:
         engine.fork()
         queue()
         try:
@@ -131,4 +140,4 @@ class CpuExecutor:
         except BaseException:
             engine.cancel()
             raise
-        engine.join()
+        engine.join(stuck)

@@ -121,8 +121,17 @@ class CudaExecutor:
             current.wait_stream(last)
         return last if self.is_capturing() else current
 
-    def overlapped(self, engine: CudaCopyEngine, launch: Callable[[], None], queue: Callable[[], None]) -> None:
-        """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here."""
+    def overlapped(
+        self,
+        engine: CudaCopyEngine,
+        launch: Callable[[], None],
+        queue: Callable[[], None],
+        stuck: Callable[[float], Exception | None],
+    ) -> None:
+        """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here.
+
+        ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
+        """
         engine.fork()
         launch()
         queue()

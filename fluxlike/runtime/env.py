@@ -25,6 +25,11 @@ def get(name: str) -> str:
     return os.environ.get(name) or _BY_NAME[name].default
 
 
+def default_timeout_s() -> float:
+    """FLUXLIKE_TIMEOUT_S of one who has not set it."""
+    return float(_BY_NAME["FLUXLIKE_TIMEOUT_S"].default)
+
+
 def timeout_s() -> float:
     """FLUXLIKE_TIMEOUT_S, checked."""
     text = get("FLUXLIKE_TIMEOUT_S")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from . import env
 from .control import ControlGroup
-from .errors import PeerTimeout
 from .heap import SymmetricHeap
 
 log = logging.getLogger("fluxlike")
@@ -35,7 +34,7 @@ class World:
         nbytes = 0
         try:
             executor = make_executor(heap)
-            nbytes = heap_bytes or env.heap_bytes() or executor.default_heap_bytes
+            nbytes = _heap_size(heap_bytes) or executor.default_heap_bytes
             env.timeout_s()
         except (RuntimeError, ValueError) as problem:
             error = problem
@@ -70,7 +69,7 @@ class World:
         try:
             self.control.barrier("fluxlike.finalize")
             everyone = True
-        except PeerTimeout as error:
+        except RuntimeError as error:
             everyone = False
             log.warning("rank %d leaves alone: %s", self.rank, error)
         if everyone:
@@ -78,6 +77,15 @@ class World:
             self.executor.stop()
         if unseen:
             raise unseen[0]
+
+
+def _heap_size(heap_bytes: int | None) -> int | None:
+    """What the caller or the environment says, checked."""
+    if heap_bytes is None:
+        return env.heap_bytes()
+    if not isinstance(heap_bytes, int) or isinstance(heap_bytes, bool) or heap_bytes < 1:
+        raise ValueError(f"heap_bytes={heap_bytes!r} is not a whole number of bytes above 0; leave it out for the default")
+    return heap_bytes
 
 
 def make_executor(heap: str) -> Any:
@@ -149,6 +157,7 @@ def current() -> World:
 
 
 def is_initialized() -> bool:
+    """Whether this process is between init and finalize."""
     return _world is not None
 
 

@@ -380,6 +380,8 @@ class Voice:
     def report(self, reports: Any, out: Path | None) -> None:
         for report in reports:
             self.say("")
+            # a narrow terminal wraps whole lines, which reads better than columns of three letters
+            self.console.width = max(self.console.width, 130)
             self.console.print(table(report))
             for line in summary(report):
                 self.say(line)

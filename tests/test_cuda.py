@@ -1,0 +1,175 @@
+"""What only a GPU shows: CUDA graphs, streams, tiles of full size, waits that run out on the device. Under launch.sh."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCHEDULES, AGCase, RSCase, same
+from ranks import device, rows_slice, run_ranks
+
+import fluxlike
+
+pytestmark = pytest.mark.gpu
+WORLDS = (2, 4)
+
+
+def contexts(group, schedule, m, n, k, dtype=torch.bfloat16):
+    rs = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule)
+    return rs, fluxlike.create_ag_gemm_context(m, n, k, dtype=dtype, group=group, schedule=schedule)
+
+
+def full_tiles(group, schedule):
+    """128×256 tiles, several a program, ragged and not; both layouts of the weight."""
+    size = dist.get_world_size(group)
+    rs, ag = contexts(group, schedule, 4200, 1100, 400)
+    for seed, (m, n, k) in enumerate(((4096, 1024, 384), (4200, 1024, 384), (4096, 1040, 331), (4099, 1037, 328))):
+        for transposed in (False, True):
+            RSCase(m, n, [k] * size, torch.bfloat16, seed, bias=transposed, transposed=transposed).check(rs, group, schedule)
+            AGCase(m, [n] * size, k, torch.bfloat16, seed, bias=transposed, transposed=transposed).check(
+                ag, group, schedule, return_gathered=transposed
+            )
+            assert rs.last_path == ag.last_path == f"{schedule}/tma"
+    rs.check()
+    ag.check()
+    rs.close()
+    ag.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_full_tiles(world, schedule):
+    run_ranks(full_tiles, world, schedule=schedule)
+
+
+def graphs(group, schedule):
+    """An odd number of calls a graph, replayed an odd number of times on changing inputs, eager calls in between."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    m, n, k = 520, 384, 256
+    rs, ag = contexts(group, schedule, m, n, k)
+    rs_case, ag_case = (
+        (lambda seed: RSCase(m, n, [k] * size, torch.bfloat16, seed)),
+        (lambda seed: AGCase(m, [n] * size, k, torch.bfloat16, seed)),
+    )
+    x, w, _ = rs_case(0).inputs(rank)
+    shard, v, _ = ag_case(0).inputs(rank)
+
+    def calls():
+        return [fluxlike.gemm_rs(x, w, rs) for _ in range(3)], fluxlike.ag_gemm(shard, v, ag, m=m, return_gathered=True)
+
+    def load(seed):
+        for target, source in zip(
+            (x, w, shard, v), (*rs_case(seed).inputs(rank)[:2], *ag_case(seed).inputs(rank)[:2]), strict=True
+        ):
+            target.copy_(source)
+
+    def check(results, seed, what):
+        ys, (z, gathered) = results
+        whole, expected = ag_case(seed).whole()
+        for i, y in enumerate(ys):
+            same(y, rs_case(seed).expected(rank), f"{what}: gemm_rs {i} {schedule}")
+        same(z, expected[rank], f"{what}: ag_gemm {schedule}")
+        same(gathered, whole, f"{what}: gathered {schedule}")
+
+    check(calls(), 0, "before the capture")
+    torch.cuda.synchronize()
+    launches = rs.stats["launches"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls()
+    assert rs.stats["launches"] == launches + 3 and rs.last_path == f"{schedule}/tma"
+    for seed in range(1, 8):
+        load(seed)
+        graph.replay()
+        if seed % 3 == 0:
+            graph.replay()
+            check(calls(), seed, f"eager beside replay {seed}")
+        check(captured, seed, f"replay {seed}")
+    rs.check()
+    ag.check()
+    rs.close()
+    ag.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_graphs(world, schedule):
+    run_ranks(graphs, world, schedule=schedule)
+
+
+def no_growth_in_a_capture(group):
+    x, w = torch.zeros(16, 32, device=device()), torch.zeros(16, 32, device=device())
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="run this call once before the capture"), torch.cuda.graph(graph):
+        fluxlike.gemm_rs(x, w, group=group)
+
+
+def test_no_growth_in_a_capture():
+    run_ranks(no_growth_in_a_capture, 2)
+
+
+def streams(group, schedule):
+    """Calls on changing streams, back to back, with the ranks out of step."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rs, ag = contexts(group, schedule, 512, 256, 256)
+    others = [torch.cuda.Stream() for _ in range(2)]
+    kept = []
+    for call in range(12):
+        stream = (torch.cuda.current_stream(), *others)[call % 3]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if call % size == rank:
+                torch.cuda._sleep(20_000_000)
+            case, other = RSCase(512, 256, [256] * size, torch.bfloat16, call), AGCase(512, [256] * size, 256, torch.bfloat16, call)
+            x, w, _ = case.inputs(rank)
+            shard, v, _ = other.inputs(rank)
+            kept.append((case, other, fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag), x, w, shard, v))
+    torch.cuda.synchronize()
+    for call, (case, other, y, z, *_) in enumerate(kept):
+        same(y, case.expected(rank), f"gemm_rs call {call} {schedule}")
+        same(z, other.whole()[1][rank], f"ag_gemm call {call} {schedule}")
+    rs.close()
+    ag.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_streams(schedule):
+    run_ranks(streams, 4, schedule=schedule)
+
+
+def absent_rank(group, schedule, op):
+    """The last rank makes one call less: the others' waits end, their error says who and what, and all goes on."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    os.environ["FLUXLIKE_TIMEOUT_S"], before = "3", os.environ["FLUXLIKE_TIMEOUT_S"]
+    try:
+        rs, ag = contexts(group, schedule, 256, 256, 256)
+        ctx = rs if op == "gemm_rs" else ag
+        case = (
+            RSCase(256, 256, [256] * size, torch.bfloat16, 1)
+            if op == "gemm_rs"
+            else AGCase(256, [256] * size, 256, torch.bfloat16, 1)
+        )
+        x, w, _ = case.inputs(rank)
+        call = getattr(fluxlike, op)
+        call(x, w, ctx)
+        ctx.check()
+        if rank < size - 1:
+            call(x, w, ctx)
+            with pytest.raises(fluxlike.PeerTimeout, match=op) as caught:
+                ctx.check()
+            assert f"rank {rank}" in str(caught.value)
+            with pytest.raises(fluxlike.PeerTimeout):
+                call(x, w, ctx)
+        rs.close()
+        ag.close()
+    finally:
+        os.environ["FLUXLIKE_TIMEOUT_S"] = before
+    with fluxlike.create_gemm_rs_context(64, 64, group=group) as good:
+        RSCase(64, 64, [32] * size, torch.bfloat16, 2).check(good, group, "in_kernel")
+    return rows_slice(4, size, rank).start
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
+def test_absent_rank(op, schedule):
+    run_ranks(absent_rank, 2, schedule=schedule, op=op)
