@@ -137,7 +137,7 @@ def scene(group: Any, op: str, transport: str, mutant: str, kind: str) -> list[b
     right = []
     for call in range(6):
         if kind == "empty" and call == 0 and rank in behind:
-            time.sleep(1.0)
+            time.sleep(0.7)
         if kind == "late" and call % ranks == rank:
             time.sleep(0.3)
         right.append(_call(op, ctx, m, rank, ranks, seed=call))
@@ -145,7 +145,16 @@ def scene(group: Any, op: str, transport: str, mutant: str, kind: str) -> list[b
 
 
 def _run(op: str, transport: str, mutant: str, kind: str) -> list[Outcome]:
-    return run_fresh(scene, 3, env={"FLUXLIKE_TIMEOUT_S": "3"}, timeout=60, op=op, transport=transport, mutant=mutant, kind=kind)
+    return run_fresh(
+        scene,
+        3,
+        env={"FLUXLIKE_TIMEOUT_S": "2" if mutant else "20"},
+        timeout=60,
+        op=op,
+        transport=transport,
+        mutant=mutant,
+        kind=kind,
+    )
 
 
 @pytest.mark.parametrize("kind", ["late", "empty"])
