@@ -403,5 +403,3 @@ def rows_slice(m: int, ranks: int, rank: int) -> slice:
     if rank >= len(parts):
         return slice(m, m)
     return slice(int(parts[rank][0]), int(parts[rank][-1]) + 1)
-
-

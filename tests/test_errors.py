@@ -363,3 +363,29 @@ def sub_world(group):
 def test_init_for_a_part_of_the_ranks():
     for outcome in run_fresh(sub_world, 3, {"FLUXLIKE_TIMEOUT_S": "20"}):
         assert outcome.ok, str(outcome)
+
+
+def failure_nobody_has_seen(group):
+    """On GPUs a wait runs out after the call has returned: what the kernel recorded is raised by the next one to look."""
+    for look in ("call", "check", "finalize"):
+        fluxlike.init(heap="shm", heap_bytes=4 << 20)
+        works(group)
+        ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=F32)
+        # what `kernels.sync._give_up` writes: what was awaited, of whom, expected, seen, the call, no one else's abort
+        ctx.report[1:7] = torch.tensor([2, 1 - dist.get_rank(), 7, 6, 7, 0])
+        ctx.report[0] = 1
+        words = ("gemm_rs", f"rank {1 - dist.get_rank()}", "partial sums", "call 7", "expected 7", "saw 6", "FLUXLIKE_TIMEOUT_S")
+        if look == "call":
+            refuses(lambda: fluxlike.gemm_rs(here(8, 8), here(8, 8), ctx), fluxlike.PeerTimeout, *words)  # noqa: B023
+        elif look == "check":
+            refuses(ctx.check, fluxlike.PeerTimeout, *words)
+        if look == "finalize":
+            refuses(fluxlike.finalize, fluxlike.PeerTimeout, *words)
+        else:
+            fluxlike.finalize()
+        assert ctx.closed and not fluxlike.is_initialized(), look
+
+
+def test_a_failure_that_nobody_has_seen_is_raised():
+    for outcome in run_fresh(failure_nobody_has_seen, 2):
+        assert outcome.ok, str(outcome)

@@ -56,9 +56,7 @@ def side_by_side(group, layout, dtype):
         assert everyone.stats["calls"] == 8
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"), (("blocks", "bfloat16"), ("stripes", "float32"), ("unequal", "float16"))
-)
+@pytest.mark.parametrize(("layout", "dtype"), (("blocks", "bfloat16"), ("stripes", "float32"), ("unequal", "float16")))
 def test_groups_side_by_side(layout, dtype):
     run_ranks(side_by_side, 4, makes_groups=True, layout=layout, dtype=dtype)
 

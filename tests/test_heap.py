@@ -66,9 +66,7 @@ def test_groups_share_a_heap_without_overlap(orders, segments):
         views = [[free[rank] for rank in group] for _ in group]
         places = [first_fit(view, nbytes) for view in views]
         assert all(place == places[0] for place in places)
-        room = [
-            set.intersection(*(covered(free[rank][index]) for rank in group)) for index in range(segments)
-        ]
+        room = [set.intersection(*(covered(free[rank][index]) for rank in group)) for index in range(segments)]
         fits = any(set(range(at, at + nbytes)) <= left for left in room for at in range(SIZE - nbytes + 1))
         assert (places[0] is not None) == fits
         if places[0] is None:

@@ -165,9 +165,7 @@ def test_interpreted_function_of_triton_is_accepted():
 
 def test_under_the_switch_for_the_whole_process():
     """With TRITON_INTERPRET=1 every @triton.jit makes an InterpretedFunction, also those of Triton itself."""
-    this = (
-        "test_arguments_defaults_and_nested_functions or bit_for_bit or dot_sums or reductions or restored or stops_the"
-    )
+    this = "test_arguments_defaults_and_nested_functions or bit_for_bit or dot_sums or reductions or restored or stops_the"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", this, __file__]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -305,17 +303,13 @@ def cast_kernel(x, i, out, BLOCK: tl.constexpr):
 
 
 def test_casts_to_bf16_round_to_nearest_even():
-    ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00000001], dtype=torch.int32).view(
-        torch.float32
-    )
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x00000001], dtype=torch.int32).view(torch.float32)
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 1e-40, -65504.0, 3e38])
     x = torch.cat([ties, special, torch.randn(1012, generator=torch.Generator().manual_seed(2))])
     i = torch.randint(-(2**31), 2**31 - 1, (1024,), dtype=torch.int32)
     out = torch.empty(6, 1024, dtype=torch.bfloat16)
     run(cast_kernel, 1, x, i, out, BLOCK=1024)
-    for got, want in zip(
-        out, [x.bfloat16(), x.bfloat16(), x.half().bfloat16(), i.bfloat16(), x.bfloat16()], strict=False
-    ):
+    for got, want in zip(out, [x.bfloat16(), x.bfloat16(), x.half().bfloat16(), i.bfloat16(), x.bfloat16()], strict=False):
         assert torch.equal(bits(got), bits(want))
     truncated = (x[12:].view(torch.int32) >> 16).to(torch.int16)
     assert torch.equal(bits(out[5, 12:]), truncated)

@@ -178,9 +178,7 @@ def ag_several(group, dtype):
                 what = f"weights {widths} M={m} K={k} {dtype} {schedule}"
                 before = dict(ctx.stats)
                 for form in (list, tuple):
-                    zs, gathered = fluxlike.ag_gemm(
-                        shard, form(weights), ctx, bias=form(biases), m=m, return_gathered=True
-                    )
+                    zs, gathered = fluxlike.ag_gemm(shard, form(weights), ctx, bias=form(biases), m=m, return_gathered=True)
                     assert isinstance(zs, list) and len(zs) == len(weights), what
                     reference = fluxlike.reference.ag_gemm(shard, weights, ctx, bias=biases, m=m)
                     for z, ref, w, b in zip(zs, reference, weights, biases, strict=True):

@@ -236,9 +236,7 @@ class AllGather(Model):
         own = self.per_chunk if rows else 0
         first = (program - own % self.programs + self.programs) % self.programs
         for tile in range(first, self.per_chunk * (self.ranks - 1), self.programs):
-            source, row, _, unit = tiles.py_remote_tile(
-                tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group
-            )
+            source, row, _, unit = tiles.py_remote_tile(tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group)
             if row < tiles.rows_of(self.m, self.ranks, source):
                 if self.copy_engine:
                     yield "wait", ("full", rank, source, call, unit % self.subs), 1
