@@ -257,15 +257,6 @@ def test_old_python():
     assert whats(facts) == ["Python 3.10 is older than 3.11"]
 
 
-def test_interpreter_of_old_triton_and_new_numpy():
-    facts = healthy_cpu()
-    facts.installed["triton"] = facts.loaded["triton"] = "3.6.0"
-    assert whats(facts) == [] and doctor.choose_heap(facts).name == "shm"
-    facts.installed["numpy"] = facts.loaded["numpy"] = "2.4.0"
-    assert len(whats(facts)) == 1 and "interpreter" in whats(facts)[0]
-    assert doctor.choose_heap(facts).name is None
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

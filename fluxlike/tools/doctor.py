@@ -75,13 +75,6 @@ def unreachable(facts: Facts) -> list[tuple[int, int]]:
     return [(i, j) for i, row in enumerate(facts.peers) for j, reached in enumerate(row) if not reached]
 
 
-def _interpreter_trap(facts: Facts) -> str | None:
-    triton, numpy = facts.loaded.get("triton"), facts.loaded.get("numpy")
-    if triton and numpy and _release(triton) < (3, 7) and _release(numpy) >= (2, 4):
-        return f"the interpreter of Triton {triton} fails with numpy {numpy}"
-    return None
-
-
 def choose_heap(facts: Facts) -> Heap:
     """NVSHMEM where its conditions hold, else shared memory where its do, else none."""
     missing = [name for name in ("numpy", "torch", "triton") if name not in facts.loaded]
@@ -102,8 +95,6 @@ def choose_heap(facts: Facts) -> Heap:
         return Heap("nvshmem", f"{len(facts.gpus)} GPU(s) with peer access between all of them, and nvshmem4py")
     if not facts.memfd:
         return Heap(None, f"{against}, and memfd_create, which makes the shared-memory heap, does not work")
-    if _interpreter_trap(facts):
-        return Heap(None, f"{against}, and {_interpreter_trap(facts)}")
     if facts.gpus:
         return Heap("shm", f"only if asked for with init(heap='shm'), to run on the CPU, for {against}")
     return Heap("shm", f"{against}; the kernels run in Triton's interpreter on the CPU")
@@ -155,9 +146,6 @@ def _version_problems(facts: Facts) -> Iterable[Problem]:
                 f"{name} {record} is installed, but the import finds {itself}",
                 f"Remove the other copy: python -c 'import {module} as m; print(m.__file__)' says where it is.",
             )
-    trap = _interpreter_trap(facts)
-    if trap:
-        yield Problem(f"{trap}, so nothing can run without a GPU", "Install an older one: pip install 'numpy<2.4'.")
 
 
 def _cuda_problems(facts: Facts) -> Iterable[Problem]:
