@@ -55,9 +55,9 @@ def load_b(w, column, k, N, K, stride_w, BN: tl.constexpr, BK: tl.constexpr, TMA
 
 @triton.jit
 def add_bias(acc, bias, has_bias, column, N, BN: tl.constexpr):
-    """acc [BM, BN] + bias [N] from ``column`` on, if ``has_bias``: masked, which spares a branch and a variant to compile."""
+    """acc [BM, BN] + bias [N] from ``column`` on; nothing if ``has_bias`` is 0: a mask, which spares a variant to compile."""
     columns = column + tl.arange(0, BN)
-    return acc + tl.load(bias + columns, mask=(columns < N) & (has_bias != 0), other=0.0).to(tl.float32)[None, :]
+    return acc + tl.load(bias + columns, mask=columns < N * has_bias, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
