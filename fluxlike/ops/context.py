@@ -4,6 +4,7 @@ A context belongs to a torch group. Making and closing it is collective over the
 meet only through signals in memory (`kernels.sync`), never through the host.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -239,17 +240,16 @@ class Context:
 
 
 _by_ctl: dict[int, Context] = {}
-_waits: dict[int, tuple[float, int]] = {}
+#: When the wait that a thread is in began.
+_waits: dict[int, float] = {}
 
 
 def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
     """One turn of a failed wait on the CPU heap: let others run, and end the wait when it cannot be met."""
-    import threading
-
     context = _by_ctl[ctl]
     me = threading.get_ident()
     if turn == 0:
-        _waits[me] = (time.monotonic(), turn)
+        _waits[me] = time.monotonic()
     if not programs.yield_program():
         time.sleep(min(5e-5 * (turn + 1), 1e-3))
     if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
@@ -259,7 +259,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
         if dead:
             names = ", ".join(str(context.world.control.ranks[rank]) for rank in dead)
             raise context.give_up(what, peer, want, seen, f"rank(s) {names} died. ")
-    if time.monotonic() - _waits[me][0] > env.timeout_s():
+    if time.monotonic() - _waits[me] > env.timeout_s():
         raise context.give_up(what, peer, want, seen)
 
 

@@ -25,7 +25,6 @@ class CpuCopyEngine:
     def __init__(self) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._cancelled = threading.Event()
-        self._idle = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fluxlike-copy-engine", daemon=True)
         self._thread.start()

@@ -29,9 +29,6 @@ class CudaCopyEngine:
     frozen when a CUDA graph is captured.
     """
 
-    #: A launch returns at once, so the copies are queued behind it: the kernel starts sooner.
-    queue_first = False
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
@@ -130,6 +127,7 @@ class CudaExecutor:
     ) -> None:
         """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here.
 
+        The launch comes first: it returns at once, and the kernel starts while the copies are queued.
         ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
         """
         engine.fork()

@@ -1,6 +1,7 @@
 """The shapes that `bench` knows, and one shape on this rank: operands, the ways to compute it, the truth on a sample."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def indivisible(op: str, shape: Shape, ranks: int) -> str | None:
     return f"R={ranks} does not divide {' and '.join(bad)}" if bad else None
 
 
-class Problem:
+class Problem(ABC):
     """One shape on this rank: operands, buffers, the ways to compute it, and the truth on a sample of the result."""
 
     out: torch.Tensor
@@ -105,18 +106,18 @@ class Problem:
             return lambda: self.ours(context)
         return getattr(self, f"run_{method}")  # type: ignore[no-any-return]
 
-    def context(self, schedule: str) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def context(self, schedule: str) -> Any: ...
 
-    def ours(self, context: Any) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def ours(self, context: Any) -> torch.Tensor: ...
 
-    def run_torch(self) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def run_torch(self) -> torch.Tensor: ...
 
+    @abstractmethod
     def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the sampled part of ``result``, what it should be), fp64."""
-        raise NotImplementedError
 
     def spoil(self) -> None:
         """Make what no method has written yet recognisable, so that none passes with the result of the one before.
