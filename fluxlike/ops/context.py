@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import lang, sync
-from ..runtime import env, programs, shm, world
+from ..runtime import env, programs, racecheck, shm, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import PeerTimeout
 from . import tiling
@@ -51,6 +51,8 @@ class Context:
 
     #: What makes one, for messages.
     maker = "fluxlike.ops.context.Context"
+    #: Tensors that the race checker watches.
+    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready")
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
     copy_engine_from = 4 << 20
 
@@ -84,6 +86,7 @@ class Context:
             total += tiling.round_up(nbytes, REGION_ALIGN)
         self.block = self.world.heap.allocate(total, control, self.world.indices(control))
         signals = self.block.local[: self.offsets["data"]]
+        racecheck.host_write(signals)
         signals.zero_()
 
         def region(name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -98,6 +101,8 @@ class Context:
         words[sync.REPORT.value] = self.report.data_ptr()
         self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
         self.ready = torch.zeros(ranks * tiling.MAX_SUBS, dtype=torch.int32, device=self.device)
+        for name in Context.watched:
+            racecheck.watch(f"{op}.{name}", getattr(self, name))
         self.engine = executor.copy_engine()
         executor.synchronize()
         _by_ctl[self.ctl.data_ptr()] = self
@@ -224,6 +229,8 @@ class Context:
             self.world.contexts.remove(self)
         if hasattr(self.engine, "close"):
             self.engine.close()
+        for name in self.watched:
+            racecheck.unwatch(getattr(self, name))
         try:
             self.control.barrier(f"{self.op}: closing a context")
         except RuntimeError as error:
