@@ -271,6 +271,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
 
 
 lang.set_spin_hook(_on_spin)
+lang.set_used_rows_hook(racecheck.used_rows)
 
 
 def resolve(group: dist.ProcessGroup | None) -> ControlGroup:

@@ -70,6 +70,8 @@ class Thread:
     kernel: str = ""
     #: record numbers of its accesses since its last signal, by place and kind
     recent: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    #: rows that count of its next descriptor load, if it said so
+    used_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -504,6 +506,12 @@ def unwatch(tensor: torch.Tensor) -> None:
     """End what `watch` began."""
     if _checker is not None:
         _checker.unwatch(tensor)
+
+
+def used_rows(rows: int) -> None:
+    """The running program uses only the first ``rows`` rows of the block that it loads next by a descriptor."""
+    if _checker is not None:
+        _checker.current().used_rows = max(0, rows)
 
 
 def host_write(tensor: torch.Tensor) -> None:

@@ -113,17 +113,21 @@ class _Operations:
         act = lambda: stock.InterpreterBuilder.create_atomic_cas(self.builder, pointers, compare, value, sem, scope)  # noqa: E731
         return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], False, act)
 
-    def _window(self, descriptor: Any, indices: list[Any], kind: int) -> None:
+    def _window(self, descriptor: Any, indices: list[Any], kind: int, rows: int | None = None) -> None:
         inside, _ = interpreter.window(descriptor, indices)
         if inside is None:
             return
+        if rows is not None:
+            inside = inside[..., :rows, :]
         addresses = np.array(inside.__array_interface__["data"][0], np.int64)
         for extent, stride in zip(inside.shape, inside.strides, strict=True):
             addresses = addresses[..., None] + np.arange(extent) * stride
         self.checker.access(addresses.reshape(-1), inside.itemsize, kind)
 
     def create_descriptor_load(self, descriptor: Any, indices: list[Any], *rest: Any, **named: Any) -> Any:
-        self._window(descriptor, indices, READ)
+        thread = self.checker.current()
+        self._window(descriptor, indices, READ, thread.used_rows)
+        thread.used_rows = None
         return self.plain.create_descriptor_load(self.builder, descriptor, indices, *rest, **named)
 
     def create_descriptor_store(self, descriptor: Any, value: Any, indices: list[Any]) -> Any:
