@@ -35,30 +35,32 @@ ENV = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": "20"}
 
 
 def every_operation(group: Any) -> int:
-    """Both operations, both schedules: six calls back to back, shapes that change, uneven chunks, a late rank each time."""
+    """Both operations, both schedules: five calls back to back, shapes that change, uneven chunks, a late rank each time."""
     fluxlike.init(heap="shm")
     rank, ranks, calls = group.rank(), group.size(), 0
     generator = np.random.default_rng(5)
     for transport in ("in_kernel", "copy_engine"):
-        for dtype in (torch.float32, torch.bfloat16):
-            with (
-                fluxlike.create_gemm_rs_context(80, 96, dtype=dtype, schedule=transport) as rs,
-                fluxlike.create_ag_gemm_context(80, 96, 64, dtype=dtype, schedule=transport) as ag,
-            ):
-                for call in range(6):
-                    m, n, k = (int(generator.integers(low, high)) for low, high in ((1, 81), (8, 97), (8, 65)))
-                    if call % ranks == rank:
-                        time.sleep(0.05)
-                    case = RSCase(m, n, [k] * ranks, dtype, call, bias=bool(call % 2))
-                    x, w, b = case.inputs(rank)
-                    y = fluxlike.gemm_rs(x, w, rs, bias=b)
-                    assert torch.equal(y.double(), case.expected(rank))
-                    gathered = AGCase(m, [n] * ranks, k, dtype, call)
-                    shard, w, _ = gathered.inputs(rank)
-                    results, whole = fluxlike.ag_gemm(shard, [w, w[: n // 2]], ag, m=m, return_gathered=True)
-                    x, expected = gathered.whole()
-                    assert torch.equal(results[0].double(), expected[rank]) and torch.equal(whole.double(), x)
-                    calls += 2
+        dtype = torch.bfloat16 if (transport == "in_kernel") == (ranks == 3) else torch.float32
+        with (
+            fluxlike.create_gemm_rs_context(80, 96, dtype=dtype, schedule=transport) as rs,
+            fluxlike.create_ag_gemm_context(80, 96, 64, dtype=dtype, schedule=transport) as ag,
+        ):
+            for call in range(5):
+                m, n, k = (int(generator.integers(low, high)) for low, high in ((1, 81), (8, 97), (8, 65)))
+                k = k // 8 * 8 if call % 2 else k  # by descriptors, by pointers
+                if call % ranks == rank:
+                    time.sleep(0.05)
+                case = RSCase(m, n, [k] * ranks, dtype, call, bias=bool(call % 2))
+                x, w, b = case.inputs(rank)
+                y = fluxlike.gemm_rs(x, w, rs, bias=b)
+                assert torch.equal(y.double(), case.expected(rank))
+                gathered = AGCase(m, [n] * ranks, k, dtype, call)
+                shard, w, _ = gathered.inputs(rank)
+                more = [w, w[: n // 2]] if call % 2 else [w]
+                results, whole = fluxlike.ag_gemm(shard, more, ag, m=m, return_gathered=True)
+                x, expected = gathered.whole()
+                assert torch.equal(results[0].double(), expected[rank]) and torch.equal(whole.double(), x)
+                calls += 2
     fluxlike.finalize()
     assert racecheck.active() is None and "create_masked_load" not in vars(interpreter.builder)
     return calls
@@ -67,7 +69,7 @@ def every_operation(group: Any) -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_operations_are_clean(ranks: int) -> None:
     for outcome in run_fresh(every_operation, ranks, ENV, timeout=120):
-        assert outcome.ok and outcome.value == 48, str(outcome)
+        assert outcome.ok and outcome.value == 20, str(outcome)
 
 
 # kernels of users
@@ -102,7 +104,7 @@ def push_kernel(x, y, data, flags, ctl, M, N, slot_stride, rank, R: tl.constexpr
             while tl.load(flags + tile) < epoch:
                 tl.debug_barrier()
         elif BUG == "wrong flag":
-            sync.wait(flags + tiles - 1 - tile, epoch, ctl, rank, WAIT_SIGNAL, right, R)
+            sync.wait(flags + (tile + 1) % tiles, epoch, ctl, rank, WAIT_SIGNAL, right, R)
         else:
             sync.wait(flags + tile, epoch, ctl, rank, WAIT_SIGNAL, right, R)
         block += load_a(here, tile * BM, 0, M, N, N, BM, BM, False)
@@ -124,12 +126,6 @@ def push(group: Any, bug: str, calls: int = 5) -> bool:
             args = (mine, y, ctx.data, ctx.flags, ctx.ctl, m, n, ctx.set_elements, rank)
             ctx.launch(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE)
             good &= torch.equal(y, mine + theirs)
-        ctx.data.fill_(0)  # by torch: seen by nobody, ordered by nothing
-        dist.barrier()
-        if bug == "host write" and rank == 1:
-            racecheck.host_write(ctx.block.view(0)[ctx.offsets["data"] :])
-        if bug == "host write after a barrier" and rank == 1:
-            racecheck.host_write(ctx.data)
     fluxlike.finalize()
     return good
 
@@ -203,11 +199,6 @@ def set_relaxed(signal, value, TMA: tl.constexpr):
 @triton.jit
 def set_gpu(signal, value, TMA: tl.constexpr):
     tl.atomic_xchg(signal, value, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait_relaxed(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
-    sync.wait(signal, want, ctl, rank, what, peer, R)
 
 
 @triton.jit
@@ -296,7 +287,11 @@ PLANTED = {
 
 
 def planted(group: Any, op: str, transport: str, what: str, by: str, m: int) -> None:
-    """Five calls with one function replaced. With two rows for three ranks, the last is held back by nothing but the credits."""
+    """Five calls with one function replaced.
+
+    With two rows for three ranks nobody waits for rank 2 but by the credits. In ag_gemm it begins when the others are in call 3:
+    had it finished a call earlier, they could have learnt of that in their call 2, and all would be ordered.
+    """
     if what == "engine":
         setattr(cpu.CpuCopyEngine, by, lambda self, *args: None)
     else:
@@ -307,7 +302,12 @@ def planted(group: Any, op: str, transport: str, what: str, by: str, m: int) -> 
     rank, ranks = group.rank(), group.size()
     create: Any = fluxlike.create_gemm_rs_context if op == "gemm_rs" else fluxlike.create_ag_gemm_context
     ctx = create(max_m=40, n=160, k=32, dtype=torch.float32, schedule=transport)
-    for _ in range(5):
+    store, behind = dist.distributed_c10d._get_default_store(), op == "ag_gemm" and m < ranks
+    for call in range(5):
+        if behind and rank == 2 and call == 0:
+            store.wait(["two calls of 0", "two calls of 1"])  # type: ignore[attr-defined]
+        if behind and rank < 2 and call == 2:
+            store.set(f"two calls of {rank}", "")
         if op == "gemm_rs":
             fluxlike.gemm_rs(torch.ones(m, 32), torch.ones(160, 32), ctx)
         else:
@@ -318,9 +318,8 @@ def planted(group: Any, op: str, transport: str, what: str, by: str, m: int) -> 
 @pytest.mark.parametrize("key", PLANTED, ids="-".join)
 def test_a_bug_in_the_library_is_found(key: tuple[str, str, str, str]) -> None:
     op, transport, what, by = key
-    empty = "credits" in what or what == "finish" or what == "engine" and op == "ag_gemm" or (op, by) == ("ag_gemm", "set_relaxed")
-    empty &= transport == "in_kernel" or op == "ag_gemm"
-    ranks, m = (3, 2) if empty else (2, 40)
+    only_credits = what in ("wait_credits", "finish") or (op == "ag_gemm" and what in ("publish_set", "engine"))
+    ranks, m = (3, 2) if only_credits else (2, 40)
     report = _races(run_fresh(planted, ranks, ENV, op=op, transport=transport, what=what, by=by, m=m))
     assert report.startswith(f"race on {PLANTED[key]}"), report
 
@@ -328,17 +327,22 @@ def test_a_bug_in_the_library_is_found(key: tuple[str, str, str, str]) -> None:
 # the report
 
 
+def _line_of(text: str) -> int:
+    """The first line of this file with ``text``."""
+    return next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
+
+
 def test_the_report_names_both_accesses_and_the_signal() -> None:
     report = _races(run_fresh(planted, 2, ENV, op="gemm_rs", transport="in_kernel", what="publish_set", by="set_relaxed", m=40))
     assert re.match(r"race on gemm_rs\.data of rank \d, bytes \d+ to \d+\n", report)
     assert re.search(r"(read|write) by rank \d, program \d, \w+, fluxlike/kernels/\w+\.py:\d+, called by gemm_rs_kernel, ", report)
-    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "tl.atomic_xchg(signal, value, sem" in text)
+    line = _line_of("tl.atomic_xchg(signal, value, sem")
     assert f"(relaxed, sys; set_relaxed, tests/test_racecheck.py:{line}, called by gemm_rs_kernel" in report, report
 
 
 def test_the_report_names_the_line_of_the_kernel() -> None:
     report = _races(run_fresh(push, 2, ENV, bug="early"))
-    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "# the planted line" in text)
+    line = _line_of("# the planted line")
     assert f"called by push_kernel, tests/test_racecheck.py:{line}" in report, report
 
 

@@ -57,7 +57,8 @@ class ControlGroup:
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in group order. PeerTimeout if a rank does not come."""
-        mine = torch.frombuffer(bytearray(pickle.dumps((what, value, None if observer is None else observer.publish()))), dtype=torch.uint8)
+        known = None if observer is None else observer.publish()
+        mine = torch.frombuffer(bytearray(pickle.dumps((what, value, known))), dtype=torch.uint8)
         try:
             sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)

@@ -6,16 +6,16 @@ thread the part of every other thread's past that is known to have happened befo
 the same memory has seen. What is not ordered is a race, found on the first run.
 
 *Threads.* Each program of a grid, the host thread of each rank, and the copy engines of each rank (all contexts' together are one
-thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. Beyond `_Threads.programs`
-programs, several share a number; races between those are not seen.
+thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. Beyond
+`Checker.programs` programs, several share a number; races between those are not seen.
 
 *What orders.*
 
 ==========================  ============================================================================================
 program order               within a thread
 a launch, its end           host → programs; programs → host
-release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later one with
-                            acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
+release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later one
+                            with acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
 scope                       "sys" everywhere; "gpu" within one rank; "cta" nowhere, because a program knows its own past anyhow
 plain store to a signal     ends what was published there, as in the C++ model
 queueing a copy             host → this job and the later ones; the jobs of one queue in order
@@ -45,18 +45,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import programs
+from . import programs, racereport
 from .control import ControlGroup
 from .errors import RaceError
 from .heap import Free, Segment, first_fit, give, take
-from .raceshadow import ATOMICS, CLOCK, GRANULE, KIND, LOCAL_BYTES, NEXT, PROGRAM, READS, RING, SIGNAL, SITE, TID, WRITE, Area, Shadow
+from .racereport import ATOMIC, ENGINE, FIRST_PROGRAM, HOST, READ, STORE
+from .raceshadow import ATOMICS, CLOCK, GRANULE, LOCAL_BYTES, NEXT, READS, RING, SIGNAL, TID, WRITE, Area, Shadow
 
-READ, STORE, ATOMIC = range(3)
-_VERB = ("read", "write", "atomic")
 _MIN_PROGRAMS = 16
-_HOST, _ENGINE, _FIRST_PROGRAM = range(3)  # threads of a rank
-ORDERS = ("relaxed", "acquire", "release", "acq_rel")
-SCOPES = ("cta", "gpu", "sys")
 _OTHER_WORDS = 1 << 16
 
 
@@ -91,11 +87,11 @@ class Checker:
     def __init__(self, control: ControlGroup, max_programs: int) -> None:
         self.control, self.rank = control, control.rank
         self.programs = max(_MIN_PROGRAMS, max_programs)
-        self.per_rank = _FIRST_PROGRAM + self.programs
+        self.per_rank = FIRST_PROGRAM + self.programs
         self.threads = control.size * self.per_rank
         self.shadow = Shadow(control, self.threads)
         self._ticks = np.zeros(self.threads, np.int32)
-        self.host, self.engine = self._thread(_HOST), self._thread(_ENGINE)
+        self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
         self._ranges: list[Range] = []
         self._starts: list[int] = []
         self._names: list[tuple[int, int, int, str]] = []  # area, first and last granule within a rank, name
@@ -131,7 +127,8 @@ class Checker:
         for program in grid.queue:
             i, j, k = program.pid
             number = i + x * (j + y * k)
-            thread = Thread(self.rank * self.per_rank + _FIRST_PROGRAM + number % self.programs, self.host.clock.copy(), number, grid.name)
+            tid = self.rank * self.per_rank + FIRST_PROGRAM + number % self.programs
+            thread = Thread(tid, self.host.clock.copy(), number, grid.name)
             self._tick(thread)
             program.checked = thread
             grid.checked.append(thread)
@@ -406,50 +403,14 @@ class Checker:
 
     def _raise_if_stopped(self) -> None:
         by = self.shadow.stopped_by
+        if by == self.rank + 1:  # by another thread of this process
+            raise RaceError(self.shadow.stop_text())
         if by:
-            raise RaceError(f"rank {self._rank_name(self.rank)} stops, because of this race:\n{self.shadow.stop_text()}")
-
-    def _rank_name(self, rank: int) -> int:
-        return self.control.ranks[rank]
-
-    def _who(self, tid: int, program: int, kind: int, site: int) -> str:
-        rank, number = divmod(tid, self.per_rank)
-        actor = {_HOST: "the host", _ENGINE: "the copy engine"}.get(number, f"program {program}")
-        return f"{_VERB[kind]} by rank {self._rank_name(rank)}, {actor}, {self.shadow.site_text(site)}"
-
-    def _place(self, area: int, granules: np.ndarray) -> str:
-        """Region, rank and bytes in words."""
-        each = self.shadow.areas[area].granules_each
-        low, high = int(granules.min()), int(granules.max())
-        rank, first = divmod(low, each)
-        last = high - rank * each
-        for known, start, end, name in reversed(self._names):
-            if known == area and start <= first <= end:
-                return f"{name} of rank {self._rank_name(rank)}, bytes {(first - start) * GRANULE} to {(last - start + 1) * GRANULE - 1}"
-        where = "local memory" if area == 0 else "the heap"
-        return f"{where} of rank {self._rank_name(rank)}, bytes {first * GRANULE} to {(last + 1) * GRANULE - 1}"
-
-    def _hint(self, record: tuple[int, ...]) -> str:
-        """The first signal of the first thread after its access: what the second should have waited for."""
-        given = self.shadow.ring[record[TID]]
-        later = sorted((row.tolist() for row in given if row[2] >= record[CLOCK]), key=lambda row: row[2])
-        if not later:
-            return "The first has given no signal since; it would have been ordered by one, and a wait on it."
-        area, granule, _, order, site = later[0]
-        how, scope = ORDERS[order % 4], SCOPES[order // 4]
-        word = self._place(area, np.array([granule]))
-        said = f"Its next signal was {word.rsplit(' to ', 1)[0].replace('bytes', 'byte')} ({how}, {scope}; {self.shadow.site_text(site)})"
-        if order % 4 < 2:
-            return f"{said}, which publishes nothing: with release it would have been ordered by a wait on that word."
-        return f"{said}: the second would have been ordered by a wait (acquire) on that word, at a scope that reaches both."
+            raise RaceError(f"rank {self.control.ranks[self.rank]} stops, because of this race:\n{self.shadow.stop_text()}")
 
     def _report(self, thread: Thread, site: int, kind: int, record: tuple[int, ...], known: Range, granules: np.ndarray) -> None:
-        message = (
-            f"race on {self._place(known.area, granules)}\n"
-            f"  first:  {self._who(record[TID], record[PROGRAM], record[KIND], record[SITE])}\n"
-            f"  second: {self._who(thread.tid, thread.program, kind, site)}\n"
-            f"  Nothing orders the second after the first. {self._hint(record)}"
-        )
+        second = racereport.Access(thread.tid, thread.program, kind, site)
+        message = racereport.text(self.shadow, self.control.ranks, self.per_rank, self._names, known.area, granules, record, second)
         self.shadow.stop(self.rank, message)
         raise RaceError(message)
 

@@ -18,7 +18,8 @@ import triton.runtime.interpreter as stock
 
 from . import control, interpreter, programs, world
 from .cpu import CpuCopyEngine
-from .racecheck import READ, STORE, Checker
+from .racecheck import Checker
+from .racereport import READ, STORE
 
 _SEM = stock._ir.MEM_SEMANTIC
 _ORDER = {_SEM.RELAXED: 0, _SEM.ACQUIRE: 1, _SEM.RELEASE: 2, _SEM.ACQUIRE_RELEASE: 3}
