@@ -76,7 +76,7 @@ class CudaExecutor:
 
     def __init__(self, device: torch.device) -> None:
         if env.racecheck():
-            raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: fluxlike.init(heap='shm') and CPU tensors; or unset it")
+            raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: use fluxlike.init(heap='shm'), or unset it")
         self.device = device
         properties = torch.cuda.get_device_properties(device)
         self.programs = properties.multi_processor_count

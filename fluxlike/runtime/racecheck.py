@@ -14,8 +14,8 @@ thread). Programs of one rank run one at a time on a CPU, but count as concurren
 ==========================  ============================================================================================
 program order               within a thread
 a launch, its end           host → programs; programs → host
-release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later one
-                            with acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
+release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later
+                            one with acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
 scope                       "sys" everywhere; "gpu" within one rank; "cta" nowhere, because a program knows its own past anyhow
 plain store to a signal     ends what was published there, as in the C++ model
 queueing a copy             host → this job and the later ones; the jobs of one queue in order

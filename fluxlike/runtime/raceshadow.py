@@ -201,7 +201,7 @@ class Shadow:
         if len(missing):
             first = int(self.header[1])
             if first + len(missing) > SIGNALS:
-                raise RuntimeError(f"the program uses more than the {SIGNALS} signal words that the race checker keeps; make it smaller")
+                raise RuntimeError(f"the race checker keeps {SIGNALS} signal words, the program uses more; make it smaller")
             self.header[1] = first + len(missing)
             numbers[missing] = np.arange(first, first + len(missing))
             area.cells[granules[missing], SIGNAL] = numbers[missing]
