@@ -26,6 +26,11 @@ def get(name: str) -> str:
     return os.environ.get(name) or _BY_NAME[name].default
 
 
+def put(name: str, value: str) -> None:
+    """Set a variable of the table, for this process and those that it starts."""
+    os.environ[_BY_NAME[name].name] = value
+
+
 def default_timeout_s() -> float:
     """FLUXLIKE_TIMEOUT_S of one who has not set it."""
     return float(_BY_NAME["FLUXLIKE_TIMEOUT_S"].default)

@@ -19,7 +19,7 @@ release → acquire           on the same word: an atomic with release (or acq_r
 scope                       "sys" everywhere; "gpu" within one rank; "cta" nowhere, because a program knows its own past anyhow
 plain store to a signal     ends what was published there, as in the C++ model
 queueing a copy             host → this job and the later ones; the jobs of one queue in order
-stream wait                 acquire at *system* scope: the copy engine is outside the GPU, a release at "gpu" scope does not reach it
+stream wait                 acquire at *system* scope: the copy engine is outside the GPU, and "gpu" scope does not reach it
 stream write                release at system scope that replaces what was published there: it is a store, not an atomic
 joining the side stream     copy engine → host
 host agreement              everyone → everyone in the group (`ControlGroup.gather`, on which all else is built), and

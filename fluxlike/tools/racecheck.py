@@ -10,6 +10,8 @@ import os
 import runpy
 import sys
 
+from ..runtime import env
+
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m fluxlike racecheck", description=__doc__.splitlines()[0])
@@ -18,7 +20,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not os.path.isfile(asked.file):
         parser.error(f"there is no file {asked.file}")
-    os.environ["FLUXLIKE_RACECHECK"] = "1"
+    env.put("FLUXLIKE_RACECHECK", "1")
     sys.argv = [asked.file, *asked.args]
     sys.path[0] = os.path.dirname(os.path.abspath(asked.file))  # as Python does when it runs a file
     try:
