@@ -49,6 +49,8 @@ class _Words:
         later = sorted((row.tolist() for row in given if row[2] >= record[CLOCK]), key=lambda row: row[2])
         if record[TID] // self.per_rank != other // self.per_rank:  # another rank cannot see local words
             later = [row for row in later if row[0]]
+            theirs = [row for row in later if row[1] // self.shadow.areas[row[0]].granules_each == other // self.per_rank]
+            later = theirs or later  # waits are for words of the own rank
         if not later:
             return "The first has given no signal since; it would have been ordered by one, and a wait on it."
         area, granule, _, order, site = later[0]
