@@ -8,6 +8,7 @@ import sys
 TOOLS = {
     "doctor": "what this machine has, what fluxlike would use, and what to mend",
     "bench": "how fast the operations are, against torch and against the limit",
+    "racecheck": "run a program on the CPU heap and find accesses that no signal orders",
 }
 
 

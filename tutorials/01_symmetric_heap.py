@@ -72,7 +72,9 @@ def ring_kernel(token, flag, got, ctl, rank, lost_at, R: tl.constexpr):
     if rank != lost_at:
         publish_set(flag_there, epoch, False)  # signal (A) to the right neighbour
     wait(flag, tl.where(rank == 0, epoch, 0), ctl, rank, WAIT_SIGNAL, left, R)  # wait (A) of rank 0: the lap is over
-    tl.store(got, tl.load(token))
+    if rank == 0:  # the others have read it already, and may not again: rank 0 is perhaps in the next lap
+        value = tl.load(token)
+    tl.store(got, value)
     if is_last_program(ctl, False):
         finish(ctl, (epoch & 1).to(tl.int32), rank, epoch, R)  # this call is over: EPOCH = epoch
 

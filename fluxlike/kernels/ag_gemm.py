@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, sixteens, store_block, vectorised
-from .lang import tma_acquire
+from .lang import is_interp, tma_acquire, used_rows
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
 from .tiles import own_tile, remote_tile
 
@@ -185,12 +185,15 @@ def ag_gemm_kernel(
         )  # fmt: skip
         tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
+        last_row = tl.minimum(source * chunk_rows + chunk_rows, M)  # the next rows are of a shard that was not waited for
         for k in range(k_tiles):
             if TMA:
+                if is_interp():
+                    used_rows(last_row - source * chunk_rows - tile_m * BM)
                 a = tl.reshape(gathered.load([slot, source * chunk_rows + tile_m * BM, k * BK]), (BM, BK))
             else:
                 there = gathered_ptr + slot.to(tl.int64) * set_elements
-                a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, M, K, ld, BM, BK, False)
+                a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, last_row, K, ld, BM, BK, False)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = tl.dot(a, b, acc, input_precision="ieee")
         done += programs

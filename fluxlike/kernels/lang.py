@@ -36,7 +36,27 @@ def spin(signal, want, seen, what, peer, ctl, spins, _semantic=None):
         _spin_hook([int(a) for a in addresses], number(want), number(seen), number(what), number(peer), number(ctl), number(spins))
 
 
-for _builtin in (is_interp, spin):
+#: Told of loads that take more than they use; ops installs it (`set_used_rows_hook`), for the race checker.
+_used_rows_hook = None
+
+
+def set_used_rows_hook(hook) -> None:
+    """Install ``hook(rows)``."""
+    global _used_rows_hook
+    _used_rows_hook = hook
+
+
+def used_rows(rows, _semantic=None):
+    """Of the next descriptor load of this program only the first ``rows`` rows are used. For ``if is_interp():``.
+
+    A descriptor load takes a whole block, at the end of a shard also rows that another rank may be writing. They come to
+    nothing, because a row of a product depends on that row only; without this word the race checker would report them.
+    """
+    if _used_rows_hook is not None:
+        _used_rows_hook(int(rows.handle.data.item()))
+
+
+for _builtin in (is_interp, spin, used_rows):
     _builtin.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 

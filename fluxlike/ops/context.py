@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import lang, sync
-from ..runtime import env, programs, shm, world
+from ..runtime import env, programs, racecheck, shm, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import PeerTimeout
 from . import tiling
@@ -52,6 +52,8 @@ class Context:
 
     #: What makes one, for messages.
     maker = "fluxlike.ops.context.Context"
+    #: Tensors that the race checker watches.
+    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready")
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
     copy_engine_from = 4 << 20
 
@@ -85,6 +87,7 @@ class Context:
             total += tiling.round_up(nbytes, REGION_ALIGN)
         self.block = self.world.heap.allocate(total, control, self.world.indices(control))
         signals = self.block.local[: self.offsets["data"]]
+        racecheck.host_write(signals)
         signals.zero_()
 
         def region(name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -99,6 +102,8 @@ class Context:
         words[sync.REPORT.value] = self.report.data_ptr()
         self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
         self.ready = torch.zeros(ranks * tiling.MAX_SUBS, dtype=torch.int32, device=self.device)
+        for name in Context.watched:
+            racecheck.watch(f"{op}.{name}", getattr(self, name))
         self.engine = executor.copy_engine()
         executor.synchronize()
         _by_ctl[self.ctl.data_ptr()] = self
@@ -225,6 +230,8 @@ class Context:
             self.world.contexts.remove(self)
         if hasattr(self.engine, "close"):
             self.engine.close()
+        for name in self.watched:
+            racecheck.unwatch(getattr(self, name))
         try:
             self.control.barrier(f"{self.op}: closing a context")
         except RuntimeError as error:
@@ -264,6 +271,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
 
 
 lang.set_spin_hook(_on_spin)
+lang.set_used_rows_hook(racecheck.used_rows)
 
 
 def resolve(group: dist.ProcessGroup | None) -> ControlGroup:

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
+from ..runtime import racecheck
 from . import tiling, validate
 from .context import Context, check_arguments, kept, resolve
 
@@ -19,6 +20,7 @@ class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
 
     maker = "fluxlike.create_gemm_rs_context"
+    watched = (*Context.watched, "local")
     # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
     copy_engine_from = 6 << 20
 
@@ -35,6 +37,7 @@ class GemmRSContext(Context):
         self.local = torch.empty(
             self.set_elements if schedule != "in_kernel" and control.size > 1 else 16, dtype=dtype, device=self.device
         )
+        racecheck.watch("gemm_rs.local", self.local)
 
 
 def create_gemm_rs_context(

@@ -21,6 +21,10 @@ from .errors import PeerTimeout
 _made: Counter[tuple[int, ...]] = Counter()
 
 
+#: The race checker, while there is one: ranks that agree on the host are ordered by that.
+observer: Any = None
+
+
 class ControlGroup:
     """The ranks of one torch group: who they are, and how they agree. Making it is collective over them."""
 
@@ -53,7 +57,8 @@ class ControlGroup:
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` (picklable), in group order. PeerTimeout if a rank does not come."""
-        mine = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+        known = None if observer is None else observer.publish()
+        mine = torch.frombuffer(bytearray(pickle.dumps((what, value, known))), dtype=torch.uint8)
         try:
             sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -62,13 +67,15 @@ class ControlGroup:
         except RuntimeError as error:
             raise self._nobody(what, error) from error
         said = [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
-        for index, (theirs, _) in enumerate(said):
+        for index, (theirs, _, _) in enumerate(said):
             if theirs != what:
                 raise RuntimeError(
                     f"rank {self.ranks[self.rank]} is at '{what}' and rank {self.ranks[index]} at '{theirs}'; all ranks of the "
                     "group must make the same collective calls in the same order"
                 )
-        return [value for _, value in said]
+        if observer is not None:
+            observer.learn([clock for _, _, clock in said])
+        return [value for _, value, _ in said]
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]

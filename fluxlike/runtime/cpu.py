@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import env, interpreter, shm
+from . import env, interpreter, racecheck, shm
 from .control import ControlGroup
+from .errors import RaceError
 from .heap import Segment
 
 
@@ -51,8 +52,14 @@ class CpuCopyEngine:
             if error is not None:
                 self.cancel()
                 raise error
+        self.raise_race()
         if self._error is not None:
             raise RuntimeError("the copy engine thread failed") from self._error
+
+    def raise_race(self) -> None:
+        """Raise the race that a job ran into, as it is: it is the cause of whatever else went wrong."""
+        if isinstance(self._error, RaceError):
+            raise self._error
 
     def cancel(self) -> None:
         """Give up what is queued: the kernel that would satisfy its waits has failed."""
@@ -64,27 +71,34 @@ class CpuCopyEngine:
         self._thread.join(5)
 
     def wait(self, address: int, value: int) -> None:
-        def job() -> None:
-            word = shm.words(address, 1, np.int32)
-            pause = 5e-5
-            while word[0] < value and not self._cancelled.is_set():
-                time.sleep(pause)
-                pause = min(pause * 1.5, 1e-3)
-
-        self._jobs.put(job)
+        self._queue(lambda: self._wait(address, value))
 
     def write(self, address: int, value: int) -> None:
-        def job() -> None:
-            shm.words(address, 1, np.int32)[0] = value
-
-        self._jobs.put(job)
+        self._queue(lambda: self._write(address, value))
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
-        def job() -> None:
-            for row in range(rows):
-                ctypes.memmove(to + row * pitch_to, source + row * pitch_source, width)
+        self._queue(lambda: self._copy(to, pitch_to, source, pitch_source, width, rows))
 
+    # What the thread does; the race checker's engine looks on.
+
+    def _queue(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
+
+    def _wait(self, address: int, value: int) -> None:
+        pause = 5e-5
+        while not self._met(address, value) and not self._cancelled.is_set():
+            time.sleep(pause)
+            pause = min(pause * 1.5, 1e-3)
+
+    def _met(self, address: int, value: int) -> bool:
+        return bool(shm.words(address, 1, np.int32)[0] >= value)
+
+    def _write(self, address: int, value: int) -> None:
+        shm.words(address, 1, np.int32)[0] = value
+
+    def _copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
+        for row in range(rows):
+            ctypes.memmove(to + row * pitch_to, source + row * pitch_source, width)
 
 
 class CpuExecutor:
@@ -99,19 +113,31 @@ class CpuExecutor:
         self.programs = env.cpu_programs()
 
     def start(self, control: ControlGroup) -> None:
-        control.agree("starting the shared-memory heap", None)
+        checked = env.racecheck()
+        control.agree("starting the shared-memory heap: FLUXLIKE_RACECHECK", checked)
+        if checked:
+            racecheck.start(control, self.programs)
 
     def stop(self) -> None:
         """Nothing to stop: segments are anonymous memory."""
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
-        return shm.ShmSegment(nbytes, control)
+        segment = shm.ShmSegment(nbytes, control)
+        checker = racecheck.active()
+        if checker is not None:
+            checker.add_segment(segment, control)
+        return segment
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
         interpreter.run(kernel, (programs,), *args, **constants)
 
     def copy_engine(self) -> CpuCopyEngine:
-        return CpuCopyEngine()
+        checker = racecheck.active()
+        if checker is None:
+            return CpuCopyEngine()
+        from .racehooks import CheckedCopyEngine
+
+        return CheckedCopyEngine(checker)
 
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
@@ -138,5 +164,6 @@ class CpuExecutor:
             launch()
         except BaseException:
             engine.cancel()
+            engine.raise_race()
             raise
         engine.join(stuck)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import nvshmem
+from . import env, nvshmem
 from .control import ControlGroup
 from .heap import Segment
 
@@ -72,6 +72,8 @@ class CudaExecutor:
     default_heap_bytes = nvshmem.DEFAULT_BYTES
 
     def __init__(self, device: torch.device) -> None:
+        if env.racecheck():
+            raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: use fluxlike.init(heap='shm'), or unset it")
         self.device = device
         properties = torch.cuda.get_device_properties(device)
         self.programs = properties.multi_processor_count

@@ -15,6 +15,7 @@ TABLE = (
     Variable("FLUXLIKE_TIMEOUT_S", "120", "seconds that any wait for another rank may last"),
     Variable("FLUXLIKE_HEAP_BYTES", "", "size of the symmetric heap of each rank, as 512M or 4G; init(heap_bytes=) wins"),
     Variable("FLUXLIKE_CPU_PROGRAMS", "2", "programs of a kernel's grid on the CPU heap"),
+    Variable("FLUXLIKE_RACECHECK", "0", "1 checks every access to the CPU heap for races, see docs/racecheck.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -23,6 +24,11 @@ _BY_NAME = {variable.name: variable for variable in TABLE}
 def get(name: str) -> str:
     """Value of a variable of the table, or its default."""
     return os.environ.get(name) or _BY_NAME[name].default
+
+
+def put(name: str, value: str) -> None:
+    """Set a variable of the table, for this process and those that it starts."""
+    os.environ[_BY_NAME[name].name] = value
 
 
 def default_timeout_s() -> float:
@@ -49,6 +55,14 @@ def cpu_programs() -> int:
     if not text.isdigit() or not 1 <= int(text) <= 64:
         raise ValueError(f"FLUXLIKE_CPU_PROGRAMS={text!r} is not a whole number from 1 to 64; unset it for 2")
     return int(text)
+
+
+def racecheck() -> bool:
+    """FLUXLIKE_RACECHECK, checked."""
+    text = get("FLUXLIKE_RACECHECK")
+    if text not in ("0", "1"):
+        raise ValueError(f"FLUXLIKE_RACECHECK={text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def heap_bytes() -> int | None:

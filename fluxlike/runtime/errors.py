@@ -6,3 +6,9 @@ class PeerTimeout(RuntimeError):
 
     #: The interpreter hands such an exception to the caller as it is, without wrapping it.
     fluxlike_passthrough = True
+
+
+class RaceError(RuntimeError):
+    """FLUXLIKE_RACECHECK=1: two accesses to the same memory that nothing orders. The message names both."""
+
+    fluxlike_passthrough = True

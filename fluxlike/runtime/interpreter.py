@@ -83,7 +83,7 @@ def _is_bf16(handle: Any) -> bool:
 # the operations
 
 
-def _window(descriptor: Any, indices: list[Any]) -> tuple[np.ndarray | None, tuple[slice, ...]]:
+def window(descriptor: Any, indices: list[Any]) -> tuple[np.ndarray | None, tuple[slice, ...]]:
     """The part of a descriptor's block that lies inside the tensor: as memory, and as slices of the block."""
     element = descriptor.base.dtype.element_ty
     size = element.primitive_bitwidth // 8
@@ -193,7 +193,7 @@ class _Builder(stock.InterpreterBuilder):
         if pad_nan and element.is_fp8():
             return super().create_descriptor_load(desc, indices, *policy, **policies)
         programs.before_memory(effect=True)
-        inside, where = _window(desc, indices)
+        inside, where = window(desc, indices)
         if inside is not None and inside.shape == tuple(desc.block_shape):
             return stock.TensorHandle(inside.copy(), element)
         fill = 0 if not pad_nan else 0x7FC0 if element == tl.bfloat16 else np.nan
@@ -204,13 +204,14 @@ class _Builder(stock.InterpreterBuilder):
 
     def create_descriptor_store(self, desc: Any, value: Any, indices: list[Any]) -> None:
         programs.before_memory(effect=True)
-        inside, where = _window(desc, indices)
+        inside, where = window(desc, indices)
         if inside is not None:
             inside[...] = value.data.reshape(desc.block_shape)[where]
 
 
-_builder = _Builder()
-_semantic = TritonSemantic(_builder)
+#: What the interpreter calls for every operation; `racehooks` puts its own in front of some.
+builder = _Builder()
+_semantic = TritonSemantic(builder)
 
 
 # kernels as Python functions
@@ -264,6 +265,8 @@ class _Rewriter(ast.NodeTransformer):
 
 
 _rewritten: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
+#: The code of every rewritten function; its line numbers are those of the source. For reports of where a kernel stands.
+kernel_codes: set[types.CodeType] = set()
 
 
 def _interpreted(fn: types.FunctionType) -> Callable:
@@ -298,6 +301,7 @@ def _interpreted(fn: types.FunctionType) -> Callable:
     result = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     result.__kwdefaults__ = fn.__kwdefaults__
     _rewritten[fn] = result
+    kernel_codes.add(code)
     return result
 
 
@@ -315,7 +319,7 @@ class _Recorder:
 
 
 def _bind(member: Callable) -> Callable:
-    """A builtin of triton.language that works on numpy: the same function, told to build with `_builder`."""
+    """A builtin of triton.language that works on numpy: the same function, told to build with `builder`."""
     # Triton's interpreter, if somebody used it, leaves a lambda here that has the builtin as a default.
     while not tl.core.is_builtin(member):
         member = (getattr(member, "__kwdefaults__", None) or {})["member"]

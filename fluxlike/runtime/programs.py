@@ -20,6 +20,9 @@ _BRIEF = 16  # Memory operations between two yields up to which a program that s
 _NAP_MIN, _NAP_MAX = 50e-6, 1e-3  # Seconds.
 _STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
 
+#: The race checker, while there is one: ``fork(grid)`` before the programs of a launch, ``join(grid)`` after them.
+observer: Any = None
+
 _local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
 
 
@@ -65,6 +68,7 @@ class Program:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.operations, self.effect = 0, False  # since its last yield
+        self.checked: Any = None  # what the race checker knows of it
 
 
 class Grid:
@@ -89,8 +93,12 @@ class Grid:
         self.failure: tuple[Program | None, BaseException] | None = None
         self.threads: list[threading.Thread] = []
         self.done = threading.Event()
+        self.checked: list[Any] = []  # the race checker's, one a program
 
     def run(self) -> None:
+        watching = observer
+        if watching is not None:
+            watching.fork(self)
         try:
             self._work(self._next())
             self.done.wait()
@@ -100,6 +108,8 @@ class Grid:
         deadline = time.monotonic() + _STOP_PATIENCE
         for thread in self.threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        if watching is not None:
+            watching.join(self)
         if self.failure is None:
             return
         program, cause = self.failure

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from . import env
+from . import env, racecheck
 from .control import ControlGroup
 from .heap import SymmetricHeap
 
@@ -36,6 +36,7 @@ class World:
             executor = make_executor(heap)
             nbytes = _heap_size(heap_bytes) or executor.default_heap_bytes
             env.timeout_s()
+            env.racecheck()
         except (RuntimeError, ValueError) as problem:
             error = problem
         self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)
@@ -173,5 +174,6 @@ def finalize() -> None:
     try:
         world.close()
     finally:
+        racecheck.stop()
         if world.owns_torch and dist.is_initialized():
             dist.destroy_process_group()

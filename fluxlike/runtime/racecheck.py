@@ -1,0 +1,481 @@
+"""The race checker: finds accesses to shared memory that no signal orders, whether or not they went wrong this time.
+
+A test that looks at results finds a missing wait if it is lucky, and a missing *release* never: the machine that runs the
+test may order more than the program asked for. This checker does not look at results. It keeps vector clocks: for each logical
+thread the part of every other thread's past that is known to have happened before, and holds each access against the ones that
+the same memory has seen. What is not ordered is a race, found on the first run.
+
+*Threads.* Each program of a grid, the host thread of each rank, and the copy engines of each rank (all contexts' together are one
+thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. Beyond
+`Checker.programs` programs, several share a number; races between those are not seen.
+
+*What orders.*
+
+==========================  ============================================================================================
+program order               within a thread
+a launch, its end           host → programs; programs → host
+release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later
+                            one with acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
+scope                       "sys" everywhere; "gpu" within one rank; "cta" nowhere, because a program knows its own past anyhow
+plain store to a signal     ends what was published there, as in the C++ model
+queueing a copy             host → this job and the later ones; the jobs of one queue in order
+stream wait                 acquire at *system* scope: the copy engine is outside the GPU, and "gpu" scope does not reach it
+stream write                release at system scope that replaces what was published there: it is a store, not an atomic
+joining the side stream     copy engine → host
+host agreement              everyone → everyone in the group (`ControlGroup.gather`, on which all else is built), and
+                            torch.distributed.barrier
+==========================  ============================================================================================
+
+*What races.* Two accesses from different threads to a common granule, unordered, one of them a write. Two atomics never race; an
+atomic and a plain access do. Memory of the heap and what `watch` names is checked, other memory is not; atomics on other memory
+still order.
+
+The first race ends the run: the rank whose access came second raises `RaceError`, the others do when they next wait. The shared
+tables are `raceshadow`, the places where accesses are noticed `racehooks`; with the checker off none of those hooks exists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import programs, racereport
+from .control import ControlGroup
+from .errors import RaceError
+from .heap import Free, Segment, first_fit, give, take
+from .racereport import ATOMIC, ENGINE, FIRST_PROGRAM, HOST, READ, STORE
+from .raceshadow import ATOMICS, CLOCK, GRANULE, LOCAL_BYTES, NEXT, READS, RING, SIGNAL, TID, WRITE, Area, Shadow
+
+_MIN_PROGRAMS = 16
+_OTHER_WORDS = 1 << 16
+
+
+@dataclass
+class Thread:
+    """A logical thread of this rank: what it knows (``clock``), and how reports call it."""
+
+    tid: int
+    clock: np.ndarray
+    program: int = -1
+    kernel: str = ""
+    #: record numbers of its accesses since its last signal, by place and kind
+    recent: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
+    #: rows that count of its next descriptor load, if it said so
+    used_rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Range:
+    """Addresses of this process whose accesses are checked."""
+
+    start: int
+    end: int
+    area: int
+    granule: int
+    rank: int
+
+
+class Checker:
+    """The checker of one process; made and ended by `start` and `stop`."""
+
+    def __init__(self, control: ControlGroup, max_programs: int) -> None:
+        self.control, self.rank = control, control.rank
+        self.programs = max(_MIN_PROGRAMS, max_programs)
+        self.per_rank = FIRST_PROGRAM + self.programs
+        self.threads = control.size * self.per_rank
+        self.shadow = Shadow(control, self.threads)
+        self._ticks = np.zeros(self.threads, np.int32)
+        self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
+        self._ranges: list[Range] = []
+        self._starts: list[int] = []
+        self._names: list[tuple[int, int, int, str]] = []  # area, first and last granule within a rank, name
+        self._others: dict[int, list[np.ndarray]] = {}
+        local = Area(LOCAL_BYTES, control)
+        self.shadow.areas.append(local)
+        self._local_free: Free = [(0, LOCAL_BYTES)]
+        self._on_engine = threading.local()
+        self.where: Callable[[], str] = lambda: "the host"
+
+    # -- threads --------------------------------------------------------------------------------------------------------
+
+    def _thread(self, number: int) -> Thread:
+        thread = Thread(self.rank * self.per_rank + number, np.zeros(self.threads, np.int32))
+        self._tick(thread)
+        return thread
+
+    def _tick(self, thread: Thread) -> None:
+        """What the thread does from now on is not part of what it has just made known."""
+        self._ticks[thread.tid] += 1
+        thread.clock[thread.tid] = self._ticks[thread.tid]
+        thread.recent.clear()
+
+    def current(self) -> Thread:
+        program = programs.current()
+        if program is not None:
+            return program.checked
+        return self.engine if getattr(self._on_engine, "yes", False) else self.host
+
+    def fork(self, grid: programs.Grid) -> None:
+        """A launch begins."""
+        x, y, _ = grid.dims
+        for program in grid.queue:
+            i, j, k = program.pid
+            number = i + x * (j + y * k)
+            tid = self.rank * self.per_rank + FIRST_PROGRAM + number % self.programs
+            thread = Thread(tid, self.host.clock.copy(), number, grid.name)
+            self._tick(thread)
+            program.checked = thread
+            grid.checked.append(thread)
+        self._tick(self.host)
+
+    def join(self, grid: programs.Grid) -> None:
+        """A launch is over."""
+        for thread in grid.checked:
+            np.maximum(self.host.clock, thread.clock, out=self.host.clock)
+
+    def publish(self) -> np.ndarray:
+        """What the host thread knows, for the other ranks of an agreement."""
+        known = self.host.clock.copy()
+        self._tick(self.host)
+        return known
+
+    def learn(self, clocks: list[np.ndarray | None]) -> None:
+        """What the host threads of an agreement knew."""
+        for clock in clocks:
+            if clock is not None and len(clock) == self.threads:
+                np.maximum(self.host.clock, clock, out=self.host.clock)
+
+    def queued(self) -> np.ndarray:
+        """What a job of the copy engine may rely on: the host's past."""
+        return self.publish()
+
+    def begin_job(self, known: np.ndarray) -> None:
+        self._on_engine.yes = True
+        with self.shadow:  # the engines of two contexts are two threads of the process
+            np.maximum(self.engine.clock, known, out=self.engine.clock)
+
+    def join_engine(self) -> None:
+        np.maximum(self.host.clock, self.engine.clock, out=self.host.clock)
+
+    # -- memory ---------------------------------------------------------------------------------------------------------
+
+    def add_segment(self, segment: Segment, control: ControlGroup) -> None:
+        """Check a segment of the heap. Collective."""
+        area = Area(segment.nbytes, control)
+        self.shadow.areas.append(area)
+        for rank, address in enumerate(segment.addresses):
+            self._add(Range(address, address + segment.nbytes, len(self.shadow.areas) - 1, rank * area.granules_each, rank))
+
+    def _add(self, new: Range) -> None:
+        at = bisect.bisect(self._starts, new.start)
+        self._starts.insert(at, new.start)
+        self._ranges.insert(at, new)
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Name a part of the heap, or check a local buffer from now on under this name."""
+        start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        if nbytes == 0:
+            return
+        known = self._range_of(start)
+        if known is None:
+            size = -(-nbytes // 16) * 16
+            place = first_fit([[self._local_free]], size)
+            if place is None:
+                raise RuntimeError(f"the race checker watches at most {LOCAL_BYTES >> 20} MiB of local buffers a rank")
+            self._local_free = take(self._local_free, place[1], size)
+            area = self.shadow.areas[0]
+            known = Range(start, start + nbytes, 0, self.rank * area.granules_each + place[1] // GRANULE, self.rank)
+            first = known.granule
+            with self.shadow:
+                cells = area.cells[first : first + size // GRANULE]
+                numbers = np.unique(cells[:, SIGNAL])
+                self.shadow.system[numbers], self.shadow.gpu[numbers] = 0, 0
+                cells[:, :SIGNAL] = 0
+            self._add(known)
+        area = self.shadow.areas[known.area]
+        first = (known.granule + (start - known.start) // GRANULE) % area.granules_each
+        self._names.append((known.area, first, first + -(-nbytes // GRANULE) - 1, name))
+
+    def unwatch(self, tensor: torch.Tensor) -> None:
+        """The memory goes back to where it came from: forget its name and, of a local buffer, its history."""
+        start = tensor.data_ptr()
+        known = self._range_of(start)
+        if known is None or tensor.numel() == 0:
+            return
+        first = (known.granule + (start - known.start) // GRANULE) % self.shadow.areas[known.area].granules_each
+        self._names = [entry for entry in self._names if entry[:2] != (known.area, first)]
+        if known.area == 0:
+            at = self._ranges.index(known)
+            del self._ranges[at], self._starts[at]
+            size = -(-(known.end - known.start) // 16) * 16
+            self._local_free = give(self._local_free, first * GRANULE, size)
+
+    def _range_of(self, address: int) -> Range | None:
+        at = bisect.bisect(self._starts, address) - 1
+        return self._ranges[at] if at >= 0 and address < self._ranges[at].end else None
+
+    def locate(self, addresses: np.ndarray, size: int) -> list[tuple[Range, np.ndarray]]:
+        """The granules of elements of ``size`` bytes at ``addresses``, by range; memory that is not checked left out.
+
+        Elements of one byte count where both bytes of a granule are there: two threads may own one each.
+        """
+        found = []
+        while len(addresses):
+            known = self._range_of(int(addresses[0]))
+            if known is None:  # up to the next range
+                at = bisect.bisect(self._starts, int(addresses[0]))
+                if at == len(self._starts):
+                    above = addresses[addresses < addresses[0]]
+                    # a block that goes backwards in memory; the rest of it may be checked
+                    addresses = above if len(above) < len(addresses) else addresses[:0]
+                    continue
+                low, high = int(addresses[0]), self._starts[at]
+                addresses = addresses[(addresses < low) | (addresses >= high)]
+                continue
+            inside = (addresses >= known.start) & (addresses < known.end)
+            mine = addresses if inside.all() else addresses[inside]
+            offsets = mine.astype(np.int64) - known.start
+            granules = offsets // GRANULE + known.granule
+            if size > GRANULE:
+                granules = (granules[:, None] + np.arange(size // GRANULE)).reshape(-1)
+            elif size == 1:
+                granules, count = np.unique(granules[np.unique(offsets, return_index=True)[1]], return_counts=True)
+                granules = granules[count == 2]
+            found.append((known, granules))
+            addresses = addresses[:0] if mine is addresses else addresses[~inside]
+        return found
+
+    # -- accesses -------------------------------------------------------------------------------------------------------
+
+    def access(self, addresses: np.ndarray, size: int, kind: int) -> None:
+        """A plain read or write, by the current thread, of elements of ``size`` bytes."""
+        places = self.locate(addresses, size)
+        if places:
+            with self.shadow:
+                self._raise_if_stopped()
+                thread = self.current()
+                site = self.shadow.site("a copy" if thread is self.engine else self.where())
+                for known, granules in places:
+                    self._judge(thread, site, known, granules, kind)
+
+    def span(self, address: int, pitch: int, width: int, rows: int, kind: int) -> None:
+        """A plain read or write of ``rows`` rows of ``width`` bytes."""
+        starts = address + np.arange(rows, dtype=np.int64) * pitch
+        whole = (starts[:, None] + np.arange(0, width - width % GRANULE, GRANULE)).reshape(-1)
+        self.access(whole, GRANULE, kind)
+
+    def _judge(self, thread: Thread, site: int, known: Range, granules: np.ndarray, kind: int) -> None:
+        """Hold an access against the past of its granules, then make it part of it."""
+        if len(granules) == 0:
+            return
+        area = self.shadow.areas[known.area]
+        area.touch(int(granules.min()), int(granules.max()))
+        cells = area.cells[granules]
+        against = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}[kind]
+        for column in against:
+            for number in _distinct(cells[:, column]):
+                for record in self.shadow.chain(number):
+                    if record[TID] != thread.tid and record[CLOCK] > thread.clock[record[TID]]:
+                        racing = granules[cells[:, column] == number]
+                        self._report(thread, site, kind, record, known, racing)
+        if kind == STORE:
+            area.cells[granules, :SIGNAL] = (self._record(thread, site, kind), 0, 0)
+            self._end_signals(cells)
+            return
+        column = READS if kind == READ else ATOMICS
+        numbers = _distinct(cells[:, column])
+        if len(numbers) == 1:
+            area.cells[granules, column] = self._extended(thread, site, kind, numbers[0])
+            return
+        new = np.empty(len(granules), np.uint32)
+        self.shadow.reserve(len(numbers) * self.threads)
+        for number in numbers:
+            new[cells[:, column] == number] = self._extended(thread, site, kind, number)
+        area.cells[granules, column] = new
+
+    def _end_signals(self, cells: np.ndarray) -> None:
+        """A plain store over a signal: who acquires it from now on acquires nothing."""
+        if cells[:, SIGNAL].any():
+            numbers = np.unique(cells[:, SIGNAL])
+            self.shadow.system[numbers], self.shadow.gpu[numbers] = 0, 0
+
+    def _record(self, thread: Thread, site: int, kind: int) -> int:
+        """The number of an access that stands alone."""
+        self.shadow.reserve(1)
+        key = (site, kind, int(thread.clock[thread.tid]), self.shadow.generation)
+        number = thread.recent.get(key)
+        if number is None:
+            number = self.shadow.record((thread.tid, int(thread.clock[thread.tid]), site, 0, thread.program, kind))
+            thread.recent[key] = number
+        return number
+
+    def _extended(self, thread: Thread, site: int, kind: int, number: int) -> int:
+        """The chain ``number`` with this access, without those that happened before it."""
+        stay = [r for r in self.shadow.chain(number) if r[TID] != thread.tid and r[CLOCK] > thread.clock[r[TID]]]
+        if not stay:
+            return self._record(thread, site, kind)
+        self.shadow.reserve(len(stay) + 1)
+        following = 0
+        for record in stay:
+            following = self.shadow.record((*record[:NEXT], following, *record[NEXT + 1 :]))
+        return self.shadow.record((thread.tid, int(thread.clock[thread.tid]), site, following, thread.program, kind))
+
+    # -- signals --------------------------------------------------------------------------------------------------------
+
+    def atomic(self, addresses: np.ndarray, size: int, order: int, scope: int, poll: bool, act: Callable[[], Any]) -> Any:
+        """An atomic on words at ``addresses``; ``act`` does it. ``poll``: it changes nothing, so it is no signal."""
+        with self.shadow:
+            self._raise_if_stopped()
+            thread, site = self.current(), self.shadow.site(self.where())
+            clocks = []
+            for known, granules in self.locate(addresses, size):
+                self._judge(thread, site, known, granules, ATOMIC)
+                first = granules[:: max(1, size // GRANULE)]
+                if order:
+                    numbers = self.shadow.signal_numbers(self.shadow.areas[known.area], first)
+                    clocks += [(self.shadow.system, self.shadow.gpu[:, self.rank], numbers)]
+                if not poll and len(first) == 1:
+                    self._remember(thread, known.area, int(first[0]), order, scope, site)
+            if not clocks and order and len(addresses) == 1:
+                clocks = [self._other(int(addresses[0]))]
+            if order & 2 and scope:
+                for system, gpu, numbers in clocks:
+                    gpu[numbers] = np.maximum(gpu[numbers], thread.clock)
+                    if scope == 2:
+                        system[numbers] = np.maximum(system[numbers], thread.clock)
+            result = act()
+            if order & 1 and scope:
+                for system, gpu, numbers in clocks:
+                    np.maximum(thread.clock, gpu[numbers].max(axis=0), out=thread.clock)
+                    if scope == 2:
+                        np.maximum(thread.clock, system[numbers].max(axis=0), out=thread.clock)
+            if not poll:
+                self._tick(thread)
+            return result
+
+    def _other(self, address: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Clocks of a word that is not checked; it is this process's own."""
+        if len(self._others) >= _OTHER_WORDS:
+            self._others.clear()
+        system, gpu = self._others.setdefault(address, [np.zeros((1, self.threads), np.int32) for _ in range(2)])
+        return system, gpu, np.zeros(1, np.int64)
+
+    def _remember(self, thread: Thread, area: int, granule: int, order: int, scope: int, site: int) -> None:
+        shadow = self.shadow
+        at = int(shadow.signals[thread.tid]) % RING
+        shadow.ring[thread.tid, at] = (area, granule, thread.clock[thread.tid], order + 4 * scope, site)
+        shadow.signals[thread.tid] += 1
+
+    def stream_wait(self, address: int, met: Callable[[], bool]) -> bool:
+        """The copy engine looks at a word; True, and an acquire at system scope, if it is as it waits for."""
+        with self.shadow:
+            self._raise_if_stopped()
+            if not met():
+                return False
+            thread, site = self.engine, self.shadow.site("a stream wait")
+            for known, granules in self.locate(np.array([address]), 4):
+                self._judge(thread, site, known, granules, ATOMIC)
+                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])
+                np.maximum(thread.clock, self.shadow.system[number[0]], out=thread.clock)
+            return True
+
+    def stream_write(self, address: int, act: Callable[[], None]) -> None:
+        """The copy engine sets a word: a release at system scope, by a store."""
+        with self.shadow:
+            thread, site = self.engine, self.shadow.site("a stream write")
+            for known, granules in self.locate(np.array([address]), 4):
+                self._judge(thread, site, known, granules, ATOMIC)
+                number = int(self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0])
+                self.shadow.gpu[number] = 0
+                self.shadow.gpu[number, self.rank] = thread.clock
+                self.shadow.system[number] = thread.clock
+                self._remember(thread, known.area, int(granules[0]), 2, 2, site)
+            act()
+            self._tick(thread)
+
+    # -- the report -----------------------------------------------------------------------------------------------------
+
+    def _raise_if_stopped(self) -> None:
+        by = self.shadow.stopped_by
+        if by == self.rank + 1:  # by another thread of this process
+            raise RaceError(self.shadow.stop_text())
+        if by:
+            raise RaceError(f"rank {self.control.ranks[self.rank]} stops, because of this race:\n{self.shadow.stop_text()}")
+
+    def _report(self, thread: Thread, site: int, kind: int, record: tuple[int, ...], known: Range, granules: np.ndarray) -> None:
+        second = racereport.Access(thread.tid, thread.program, kind, site)
+        message = racereport.text(self.shadow, self.control.ranks, self.per_rank, self._names, known.area, granules, record, second)
+        self.shadow.stop(self.rank, message)
+        raise RaceError(message)
+
+    def close(self) -> None:
+        self.shadow.close()
+
+
+def _distinct(numbers: np.ndarray) -> list[int]:
+    """The different values, quickly where there is one, as nearly always."""
+    first = numbers[0]
+    return [int(first)] if (numbers == first).all() else np.unique(numbers).tolist()
+
+
+_checker: Checker | None = None
+
+
+def active() -> Checker | None:
+    """The checker, if this run is checked."""
+    return _checker
+
+
+def start(control: ControlGroup, max_programs: int) -> Checker:
+    """Begin to check, on all ranks of ``control``. Collective."""
+    global _checker
+    from . import racehooks
+
+    stop()
+    _checker = Checker(control, max_programs)
+    racehooks.install(_checker)
+    return _checker
+
+
+def stop() -> None:
+    """End checking; harmless when there is none."""
+    global _checker
+    if _checker is not None:
+        from . import racehooks
+
+        racehooks.remove()
+        _checker.close()
+        _checker = None
+
+
+def watch(name: str, tensor: torch.Tensor) -> None:
+    """Check ``tensor``, a local buffer that other threads use, too, under ``name``; of a part of the heap, say its name in reports.
+
+    Does nothing when the checker is off. A local buffer must be given up with `unwatch` before its memory is freed.
+    """
+    if _checker is not None:
+        _checker.watch(name, tensor)
+
+
+def unwatch(tensor: torch.Tensor) -> None:
+    """End what `watch` began."""
+    if _checker is not None:
+        _checker.unwatch(tensor)
+
+
+def used_rows(rows: int) -> None:
+    """The running program uses only the first ``rows`` rows of the block that it loads next by a descriptor."""
+    if _checker is not None:
+        _checker.current().used_rows = max(0, rows)
+
+
+def host_write(tensor: torch.Tensor) -> None:
+    """The host writes ``tensor`` by means that the checker does not see; call it next to the write."""
+    if _checker is not None:
+        _checker.span(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(), 1, STORE)

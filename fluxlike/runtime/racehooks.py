@@ -1,0 +1,208 @@
+"""Where the race checker notices what a program does: the interpreter's memory operations, the copy engine, launches, the host.
+
+`install` puts the hooks in, `remove` takes them out; without them no code of the checker runs. The interpreter's are set on its
+builder object, in front of the methods of its class, so an unchecked run does not even pass an ``if``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+import triton.runtime.interpreter as stock
+
+from . import control, interpreter, programs, world
+from .cpu import CpuCopyEngine
+from .racecheck import Checker
+from .racereport import READ, STORE
+
+_SEM = stock._ir.MEM_SEMANTIC
+_ORDER = {_SEM.RELAXED: 0, _SEM.ACQUIRE: 1, _SEM.RELEASE: 2, _SEM.ACQUIRE_RELEASE: 3}
+_RANGE = stock._ir.MEM_SYNC_SCOPE
+_SCOPE = {_RANGE.CTA: 0, _RANGE.GPU: 1, _RANGE.SYSTEM: 2}
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+_sites: dict[tuple[CodeType, int, CodeType, int], str] = {}
+_undo: list[Callable[[], None]] = []
+
+
+def _shown(path: str) -> str:
+    """A file as people look for it: from the package on, or from where they are."""
+    for root in (_HERE, os.getcwd()):
+        if path.startswith(root + os.sep):
+            return path[len(root) + 1 :]
+    return path
+
+
+def place() -> str:
+    """Where the running kernel stands: its line, and of a device function the line that called it in the kernel."""
+    frame: FrameType | None = sys._getframe(2)
+    inner: tuple[CodeType, int] | None = None
+    outer: tuple[CodeType, int] | None = None
+    while frame is not None:
+        if frame.f_code in interpreter.kernel_codes:
+            outer = (frame.f_code, frame.f_lineno)
+            inner = inner or outer
+        elif outer is not None and frame.f_code is _WORK:
+            break
+        frame = frame.f_back
+    if inner is None or outer is None:
+        return _host_place()
+    key = (*inner, *outer)
+    if key not in _sites:
+        text = f"{inner[0].co_name}, {_shown(inner[0].co_filename)}:{inner[1]}"
+        if outer != inner:
+            text += f", called by {outer[0].co_name}, {_shown(outer[0].co_filename)}:{outer[1]}"
+        _sites[key] = text
+    return _sites[key]
+
+
+_WORK = programs.Grid._work.__code__
+
+
+def _host_place() -> str:
+    """The innermost line outside this package's runtime and outside torch, of what the host does."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(os.path.join(_HERE, "fluxlike", "runtime")) and f"{os.sep}torch{os.sep}" not in path:
+            return f"{frame.f_code.co_name}, {_shown(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
+
+
+def _selected(pointers: Any, mask: Any) -> np.ndarray:
+    """The addresses of a block that its mask lets through."""
+    addresses = pointers.data.reshape(-1)
+    if mask is None:
+        return addresses
+    keep = np.broadcast_to(mask.data, pointers.data.shape).reshape(-1)
+    return addresses if keep.all() else addresses[keep]
+
+
+def _size(pointers: Any) -> int:
+    return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+
+class _Operations:
+    """The builder's memory operations with the checker in front."""
+
+    def __init__(self, checker: Checker, builder: Any) -> None:
+        self.checker, self.builder, self.plain = checker, builder, type(builder)
+
+    def create_masked_load(self, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        self.checker.access(_selected(pointers, mask), _size(pointers), READ)
+        return self.plain.create_masked_load(self.builder, pointers, mask, *rest, **named)
+
+    def create_masked_store(self, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        self.checker.access(_selected(pointers, mask), _size(pointers), STORE)
+        return self.plain.create_masked_store(self.builder, pointers, value, mask, *rest, **named)
+
+    def create_atomic_rmw(self, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        programs.before_memory(effect=False)  # outside the lock: it may switch to another program
+        poll = op == stock._ir.ATOMIC_OP.ADD and not value.data.any()
+        act = lambda: stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope)  # noqa: E731
+        return self.checker.atomic(_selected(pointers, mask), _size(pointers), _ORDER[sem], _SCOPE[scope], poll, act)
+
+    def create_atomic_cas(self, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
+        programs.before_memory(effect=False)
+        act = lambda: stock.InterpreterBuilder.create_atomic_cas(self.builder, pointers, compare, value, sem, scope)  # noqa: E731
+        return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], False, act)
+
+    def _window(self, descriptor: Any, indices: list[Any], kind: int, rows: int | None = None) -> None:
+        inside, _ = interpreter.window(descriptor, indices)
+        if inside is None:
+            return
+        if rows is not None:
+            inside = inside[..., :rows, :]
+        addresses = np.array(inside.__array_interface__["data"][0], np.int64)
+        for extent, stride in zip(inside.shape, inside.strides, strict=True):
+            addresses = addresses[..., None] + np.arange(extent) * stride
+        self.checker.access(addresses.reshape(-1), inside.itemsize, kind)
+
+    def create_descriptor_load(self, descriptor: Any, indices: list[Any], *rest: Any, **named: Any) -> Any:
+        thread = self.checker.current()
+        self._window(descriptor, indices, READ, thread.used_rows)
+        thread.used_rows = None
+        return self.plain.create_descriptor_load(self.builder, descriptor, indices, *rest, **named)
+
+    def create_descriptor_store(self, descriptor: Any, value: Any, indices: list[Any]) -> Any:
+        self._window(descriptor, indices, STORE)
+        return self.plain.create_descriptor_store(self.builder, descriptor, value, indices)
+
+
+_HOOKED = [name for name in vars(_Operations) if name.startswith("create_")]
+
+
+class CheckedCopyEngine(CpuCopyEngine):
+    """The copy engine with its jobs checked when they are done, in its thread."""
+
+    def __init__(self, checker: Checker) -> None:
+        self._checker = checker
+        super().__init__()
+
+    def _queue(self, job: Callable[[], None]) -> None:
+        known = self._checker.queued()
+
+        def ordered() -> None:
+            self._checker.begin_job(known)
+            job()
+
+        super()._queue(ordered)
+
+    def _met(self, address: int, value: int) -> bool:
+        return self._checker.stream_wait(address, lambda: super(CheckedCopyEngine, self)._met(address, value))
+
+    def _write(self, address: int, value: int) -> None:
+        self._checker.stream_write(address, lambda: super(CheckedCopyEngine, self)._write(address, value))
+
+    def _copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
+        self._checker.span(source, pitch_source, width, rows, READ)
+        self._checker.span(to, pitch_to, width, rows, STORE)
+        super()._copy(to, pitch_to, source, pitch_source, width, rows)
+
+    def join(self, stuck: Callable[[float], Exception | None]) -> None:
+        super().join(stuck)
+        self._checker.join_engine()
+
+
+def _barrier(original: Callable) -> Callable:
+    """torch.distributed.barrier, which orders its ranks, told to the checker where they are ranks of fluxlike."""
+
+    def barrier(group: Any = None, async_op: bool = False, **rest: Any) -> Any:
+        result = original(group=group, async_op=async_op, **rest)
+        if not async_op and world.is_initialized():
+            ours = world.current()
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            if dist.get_rank() in ranks and set(ranks) <= set(ours.control.ranks):
+                ours.control_of(group).barrier("torch.distributed.barrier")
+        return result
+
+    return barrier
+
+
+def install(checker: Checker) -> None:
+    """Begin to notice."""
+    builder = interpreter.builder
+    operations = _Operations(checker, builder)
+    for name in _HOOKED:
+        setattr(builder, name, getattr(operations, name))
+        _undo.append(lambda name=name: delattr(builder, name))  # type: ignore[misc]
+    checker.where = place
+    programs.observer, control.observer = checker, checker
+    _undo.append(lambda: setattr(programs, "observer", None))
+    _undo.append(lambda: setattr(control, "observer", None))
+    original = dist.barrier
+    dist.barrier = _barrier(original)
+    _undo.append(lambda: setattr(dist, "barrier", original))
+
+
+def remove() -> None:
+    """Notice nothing any more."""
+    while _undo:
+        _undo.pop()()

@@ -1,0 +1,80 @@
+"""The words of the race checker: what raced, who, where, and what would have ordered it. All of it from the shared tables."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .raceshadow import CLOCK, GRANULE, KIND, PROGRAM, SITE, TID, Shadow
+
+HOST, ENGINE, FIRST_PROGRAM = range(3)  # threads of a rank
+READ, STORE, ATOMIC = range(3)
+VERBS = ("read", "write", "atomic")
+ORDERS = ("relaxed", "acquire", "release", "acq_rel")
+SCOPES = ("cta", "gpu", "sys")
+
+#: area, first and last granule within a rank, name
+Name = tuple[int, int, int, str]
+
+
+@dataclass(frozen=True)
+class Access:
+    tid: int
+    program: int
+    kind: int
+    site: int
+
+
+class _Words:
+    """What the numbers of one report mean."""
+
+    def __init__(self, shadow: Shadow, ranks: list[int], per_rank: int, names: list[Name]) -> None:
+        self.shadow, self.ranks, self.per_rank, self.names = shadow, ranks, per_rank, names
+
+    def who(self, access: Access) -> str:
+        rank, number = divmod(access.tid, self.per_rank)
+        actor = {HOST: "the host", ENGINE: "the copy engine"}.get(number, f"program {access.program}")
+        return f"{VERBS[access.kind]} by rank {self.ranks[rank]}, {actor}, {self.shadow.site_text(access.site)}"
+
+    def region(self, area: int, granule: int) -> tuple[str, int]:
+        """Name and rank of the region of a granule, and the granule where it begins on that rank."""
+        rank, first = divmod(granule, self.shadow.areas[area].granules_each)
+        for known, start, end, name in reversed(self.names):
+            if known == area and start <= first <= end:
+                return f"{name} of rank {self.ranks[rank]}", granule - first + start
+        return f"{'local memory' if area == 0 else 'the heap'} of rank {self.ranks[rank]}", granule - first
+
+    def hint(self, record: tuple[int, ...], other: int) -> str:
+        """The first signal of the first thread after its access that ``other`` could have waited for."""
+        given = self.shadow.ring[record[TID]]
+        later = sorted((row.tolist() for row in given if row[2] >= record[CLOCK]), key=lambda row: row[2])
+        if record[TID] // self.per_rank != other // self.per_rank:  # another rank cannot see local words
+            later = [row for row in later if row[0]]
+            theirs = [row for row in later if row[1] // self.shadow.areas[row[0]].granules_each == other // self.per_rank]
+            later = theirs or later  # waits are for words of the own rank
+        if not later:
+            return "The first has given no signal since; it would have been ordered by one, and a wait on it."
+        area, granule, _, order, site = later[0]
+        region, start = self.region(area, granule)
+        how, scope = ORDERS[order % 4], SCOPES[order // 4]
+        word = f"{region}, byte {(granule - start) * GRANULE}"
+        said = f"Its next signal was {word} ({how}, {scope}; {self.shadow.site_text(site)})"
+        if order % 4 < 2:
+            return f"{said}, which publishes nothing: with release it would have been ordered by a wait on that word."
+        return f"{said}: the second would have been ordered by a wait (acquire) on that word, at a scope that reaches both."
+
+
+def text(
+    shadow: Shadow, ranks: list[int], per_rank: int, names: list[Name], area: int, granules: np.ndarray,
+    record: tuple[int, ...], second: Access,
+) -> str:  # fmt: skip
+    """The report of a race at ``granules``: ``record`` came first. The shadow is locked."""
+    words = _Words(shadow, ranks, per_rank, names)
+    low, high = int(granules.min()), int(granules.max())
+    region, start = words.region(area, low)
+    first = Access(record[TID], record[PROGRAM], record[KIND], record[SITE])
+    return (
+        f"race on {region}, bytes {(low - start) * GRANULE} to {(high - start + 1) * GRANULE - 1}\n"
+        f"  first:  {words.who(first)}\n"
+        f"  second: {words.who(second)}\n"
+        f"  Nothing orders the second after the first. {words.hint(record, second.tid)}"
+    )

@@ -1,0 +1,240 @@
+"""The shared memory of the race checker: what every rank must see of every other's accesses. Nothing here judges.
+
+*Cells.* Memory that is checked is divided into granules of 2 bytes, the size of a bfloat16: smaller ones would double the cost,
+larger ones would mix neighbouring elements of two tiles. Each granule has a cell of four numbers: the last plain write, the
+plain reads and the atomics since then, and the clocks of the signal that begins there. Cells lie in *areas*: one for each segment
+of the heap, with the granules of all ranks one after the other, and one for the local buffers of all ranks.
+
+*Records.* The first three numbers of a cell lead to records (who, when, where in the source), chained where an access found others
+that it does not follow. All granules of one operation share a record, so a cell is small and a judgement is made once for each
+distinct record instead of once for each granule; and no reader is ever forgotten in favour of another, as in checkers that keep
+only the last. A chain holds a thread at most once. When records run out, those that no cell leads to are used again.
+
+*Signals.* A word that atomics use has vector clocks: one published at system scope, one for each rank at GPU scope.
+
+All of it is sparse anonymous memory, taken page by page as memory is touched: 8 bytes for each byte of the heap in use.
+One lock guards it: a file lock between the processes, which dies with its holder, and a thread lock within each.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from .control import ControlGroup
+
+GRANULE = 2
+RECORDS = 1 << 19
+SIGNALS = 1 << 16
+SITES, SITE_BYTES = 8192, 320
+RING = 64  # the last signals of each thread, for the hint of a report
+MESSAGE = 4096
+#: Local buffers of a rank that can be watched at the same time.
+LOCAL_BYTES = 256 << 20
+_CHUNK = 4096  # cells; what the search for records in use looks at or skips
+
+WRITE, READS, ATOMICS, SIGNAL = range(4)  # of a cell
+TID, CLOCK, SITE, NEXT, PROGRAM, KIND = range(6)  # of a record
+
+
+def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int]:
+    """Sparse zeroed memory that all ranks of ``control`` map, made by the first, and a descriptor of it. Collective."""
+    fd, error = -1, None
+    if control.rank == 0:
+        try:
+            fd = os.memfd_create("fluxlike-racecheck", os.MFD_CLOEXEC)
+            os.ftruncate(fd, nbytes)
+        except OSError as problem:
+            error = RuntimeError(f"the race checker cannot make its shared memory ({problem})")
+    control.agree(what, nbytes, error)
+    pid, number = control.gather((os.getpid(), fd), what)[0]
+    memory = None
+    try:
+        if control.rank != 0:
+            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+        memory = mmap.mmap(fd, nbytes)
+    except OSError as problem:
+        error = RuntimeError(f"the race checker cannot map its shared memory ({problem}); all ranks must run on one host")
+    control.agree(what, nbytes, error)
+    assert memory is not None
+    return memory, fd
+
+
+class Area:
+    """The cells of some memory, ``bytes_each`` of each rank."""
+
+    def __init__(self, bytes_each: int, control: ControlGroup) -> None:
+        self.granules_each = bytes_each // GRANULE
+        count = self.granules_each * control.size
+        chunks = -(-count // _CHUNK)
+        memory, fd = share(16 * count + chunks, control, "making the race checker's cells")
+        os.close(fd)
+        everything = np.frombuffer(memory, np.uint8)
+        self.cells = everything[: 16 * count].view(np.uint32).reshape(count, 4)
+        self.touched = everything[16 * count :]
+
+    def touch(self, low: int, high: int) -> None:
+        self.touched[low // _CHUNK : high // _CHUNK + 1] = 1
+
+    def used(self) -> Iterator[np.ndarray]:
+        """The cells that may not be zero, in parts."""
+        for chunk in np.flatnonzero(self.touched):
+            yield self.cells[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+
+
+class Shadow:
+    """The tables, as this process maps them. All methods are called with `lock` held."""
+
+    def __init__(self, control: ControlGroup, threads: int) -> None:
+        ranks = control.size
+        fields: list[tuple[str, type, tuple[int, ...]]] = [
+            ("header", np.int64, (8,)),  # next record, next signal, next site, generation of records, 1 + rank of the first race
+            ("message", np.uint8, (MESSAGE,)),
+            ("records", np.int32, (RECORDS, 6)),
+            ("taken", np.uint8, (RECORDS,)),  # records that the last search found in use
+            ("system", np.int32, (SIGNALS, threads)),  # clocks
+            ("gpu", np.int32, (SIGNALS, ranks, threads)),
+            ("sites", np.uint8, (SITES, SITE_BYTES)),
+            ("ring", np.int64, (threads, RING, 5)),  # area, granule, clock, order, site of the last signals
+            ("signals", np.int64, (threads,)),  # how many each thread has given
+        ]
+        sizes = [-(-int(np.prod(shape)) * np.dtype(kind).itemsize // 64) * 64 for _, kind, shape in fields]
+        memory, self._fd = share(sum(sizes), control, "making the race checker's tables")
+        everything = np.frombuffer(memory, np.uint8)
+        start = 0
+        for (name, kind, shape), size in zip(fields, sizes, strict=True):
+            nbytes = int(np.prod(shape)) * np.dtype(kind).itemsize
+            setattr(self, name, everything[start : start + nbytes].view(kind).reshape(shape))
+            start += size
+        self.areas: list[Area] = []
+        self._within = threading.Lock()
+        self._site_numbers: dict[str, int] = {}
+        if control.rank == 0:
+            self.header[:3] = 1  # 0 means none
+        control.barrier("starting the race checker")
+
+    header: np.ndarray
+    message: np.ndarray
+    records: np.ndarray
+    taken: np.ndarray
+    system: np.ndarray
+    gpu: np.ndarray
+    sites: np.ndarray
+    ring: np.ndarray
+    signals: np.ndarray
+
+    def __enter__(self) -> None:
+        self._within.acquire()
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        except BaseException:
+            self._within.release()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        self._within.release()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    # -- records --------------------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """Changes when record numbers change their meaning: a number kept by a process is worth nothing then."""
+        return int(self.header[3])
+
+    def reserve(self, count: int) -> None:
+        """Make sure that the next ``count`` records exist, so that a search does not come between them."""
+        if int(self.header[0]) + count < RECORDS and not self.taken[int(self.header[0]) :][:count].any():
+            return
+        if RECORDS - int(self.header[0]) - int(self.taken[int(self.header[0]) :].sum()) <= count:
+            self._collect()
+
+    def record(self, values: tuple[int, ...]) -> int:
+        """A new record; `reserve` came before."""
+        number = int(self.header[0])
+        while self.taken[number]:
+            number += 1
+        self.header[0] = number + 1
+        self.records[number] = values
+        return number
+
+    def chain(self, number: int) -> list[tuple[int, ...]]:
+        """The records that a number of a cell leads to."""
+        found: list[tuple[int, ...]] = []
+        while number:
+            found.append(tuple(self.records[number].tolist()))
+            number = found[-1][NEXT]
+        return found
+
+    def _collect(self) -> None:
+        """Find the records in use; the others are free again. If hardly any are, all history is forgotten."""
+        self.taken[:] = 0
+        for area in self.areas:
+            for cells in area.used():
+                self.taken[np.unique(cells[:, :3])] = 1
+        front = np.flatnonzero(self.taken)
+        while len(front):  # along the chains
+            following = np.unique(self.records[front, NEXT])
+            front = following[self.taken[following] == 0]
+            self.taken[front] = 1
+        if int(self.taken.sum()) > RECORDS * 3 // 4:
+            self.taken[:] = 0
+            for area in self.areas:
+                for cells in area.used():
+                    cells[:, :3] = 0
+        self.taken[0] = 1
+        self.header[0] = 1
+        self.header[3] += 1
+
+    # -- signals and sites ----------------------------------------------------------------------------------------------
+
+    def signal_numbers(self, area: Area, granules: np.ndarray) -> np.ndarray:
+        """The signals at ``granules``, new ones where there are none."""
+        numbers = area.cells[granules, SIGNAL].astype(np.int64)
+        missing = np.flatnonzero(numbers == 0)
+        if len(missing):
+            first = int(self.header[1])
+            if first + len(missing) > SIGNALS:
+                raise RuntimeError(f"the race checker keeps {SIGNALS} signal words, the program uses more; make it smaller")
+            self.header[1] = first + len(missing)
+            numbers[missing] = np.arange(first, first + len(missing))
+            area.cells[granules[missing], SIGNAL] = numbers[missing]
+        return numbers
+
+    def site(self, text: str) -> int:
+        """The number of a place in a program."""
+        number = self._site_numbers.get(text)
+        if number is None:
+            number = int(self.header[2])
+            if number >= SITES:
+                return 0
+            self.header[2] = number + 1
+            data = text.encode()[: SITE_BYTES - 1]
+            self.sites[number, : len(data)] = np.frombuffer(data, np.uint8)
+            self._site_numbers[text] = number
+        return number
+
+    def site_text(self, number: int) -> str:
+        return bytes(self.sites[number]).split(b"\0")[0].decode(errors="replace") if number else "an unknown place"
+
+    # -- the first race, for those who did not see it -------------------------------------------------------------------
+
+    @property
+    def stopped_by(self) -> int:
+        """1 + the rank that found a race, or 0."""
+        return int(self.header[4])
+
+    def stop(self, rank: int, message: str) -> None:
+        if not self.stopped_by:
+            data = message.encode()[: MESSAGE - 1]
+            self.message[: len(data)] = np.frombuffer(data, np.uint8)
+            self.header[4] = rank + 1
+
+    def stop_text(self) -> str:
+        return bytes(self.message).split(b"\0")[0].decode(errors="replace")
