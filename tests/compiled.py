@@ -47,6 +47,14 @@ def compile_kernel(kernel, signature: dict, constants: dict, capability: int, ti
     return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, stack)
 
 
+def pipelines(kernel: Compiled, tile: Tiling, buffers: int) -> int:
+    """Loops over K whose left operand has ``buffers`` buffers in shared memory; both of a kernel's, or one has lost its own."""
+    shapes = re.findall(r"ttg\.local_alloc[^\n]*memdesc<(\d+x\d+x\d+)x", kernel.ttgir)
+    found = shapes.count(f"{buffers}x{tile.bm}x{tile.bk}")
+    same = tile.tma and tile.bn == tile.bm  # then the right operand [BN, BK] is counted with it
+    return found // 2 if same else found
+
+
 def _block(dtype: str, *shape: int) -> str:
     return f"tensordesc<{dtype}[{', '.join(map(str, shape))}]>"
 

@@ -93,7 +93,7 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
 
     Bounded: after TIMEOUT, or at once when this or another rank has given up, the failure is recorded and the kernel runs
     on with whatever data is there; the host raises. Written as a loop without a branch around it, because an ``if`` in front
-    of the spin costs the pipelined loop about one per cent.
+    of the spin slowed the pipelined loop of the prototypes.
     """
     want = (want + tl.zeros((), tl.int64)).to(tl.int64)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
