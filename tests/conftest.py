@@ -6,8 +6,16 @@ import pytest
 import ranks
 import torch
 
+#: Files that need no ranks, or make their own: under torchrun every rank would run the same, so they belong to the other layer.
+WITHOUT_TORCHRUN = ("doctor", "interpreter", "mutations", "ptx", "public_api", "racecheck", "tiles")
 
-@pytest.hookimpl(trylast=True)  # behind the reporter's own, which makes it
+
+def pytest_ignore_collect(collection_path):
+    if ranks.TORCHRUN and collection_path.stem in {f"test_{name}" for name in WITHOUT_TORCHRUN}:
+        return True
+    return None
+
+
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config):
     if ranks.TORCHRUN_RANK > 0:
