@@ -39,7 +39,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, load_a, load_b, sixteens, store_block, vectorised
+from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import is_interp, tma_acquire, used_rows
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
 from .tiles import own_tile, remote_tile
@@ -164,7 +164,7 @@ def ag_gemm_kernel(
         for k in range(k_tiles):
             a = load_a(x, tile_m * BM, k * BK, rows, K, stride_x, BM, BK, TMA)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = multiply_add(a, b, acc)
         done += programs
         tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
@@ -195,7 +195,7 @@ def ag_gemm_kernel(
                 there = gathered_ptr + slot.to(tl.int64) * set_elements
                 a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, last_row, K, ld, BM, BK, False)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = multiply_add(a, b, acc)
         done += programs
         source, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)

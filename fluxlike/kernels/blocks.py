@@ -54,6 +54,20 @@ def load_b(w, column, k, N, K, stride_w, BN: tl.constexpr, BK: tl.constexpr, TMA
 
 
 @triton.jit
+def multiply_add(a, b, acc):
+    """acc + a · b, all sums in fp32.
+
+    fp32 operands go through plain multiply-adds, one chain of them a result: over the whole of K its error would be twice that
+    of cuBLAS, which adds several shorter ones. So each block's chain starts at zero and the blocks are added. Subtracting the
+    negative keeps the compiler from making one chain again: it folds ``acc + dot`` into the dot.
+    """
+    if a.dtype == tl.float32:
+        return acc - tl.dot(-a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
 def add_bias(acc, bias, has_bias, column, N, BN: tl.constexpr):
     """acc [BM, BN] + bias [N] from ``column`` on; nothing if ``has_bias`` is 0: a mask, which spares a variant to compile."""
     columns = column + tl.arange(0, BN)

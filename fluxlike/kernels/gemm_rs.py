@@ -53,7 +53,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, halves, load_a, load_b, sixteens, store_block, vectorised
+from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import (
     EPOCH,
@@ -136,7 +136,7 @@ def gemm_rs_kernel(
         for k in range(k_tiles):
             a = load_a(x, row, k * BK, M, K, stride_x, BM, BK, TMA)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = multiply_add(a, b, acc)
         # computed again rather than carried: the pipelined loop runs ahead of the epilogue
         done += programs
         owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
@@ -170,7 +170,7 @@ def gemm_rs_kernel(
         for k in range(k_tiles):
             a = load_a(x, rank * chunk_rows + tile_m * BM, k * BK, M, K, stride_x, BM, BK, TMA)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = multiply_add(a, b, acc)
         done += programs
         tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
         row = tile_m * BM
