@@ -92,11 +92,11 @@ def ag_gemm(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", c
         "w": _block(dtype, *((tile.bk, tile.bn) if kn else (tile.bn, tile.bk))) if tile.tma else pointer,
         "out": _block(dtype, tile.bm, tile.bn) if tma_out else pointer,
         "x_ptr": pointer, "gathered_ptr": pointer, "bias": pointer,
-        "go": "*i32", "full": "*i32", "flags": "*i64", "ctl": "*i64",
+        "go": "*i32", "pushed": "*i32", "full": "*i32", "flags": "*i64", "ctl": "*i64",
     }  # fmt: skip
     constants = dict(
         R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=4,
-        PUSH_BM=16, PUSH_BK=256, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
+        PUSH_BM=64, PUSH_BK=256, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
         VEC=choices.get("vec", True), W_IS_KN=kn,
     )  # fmt: skip
     return compile_kernel(ag_gemm_kernel, signature, constants, capability, tile)
@@ -110,7 +110,7 @@ def ag_collect(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16"
         "x": pointer, "gathered": pointer, "out": pointer, "full": "*i32", "flags": "*i64", "ctl": "*i64",
     }  # fmt: skip
     constants = dict(
-        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, PIECES=4, COPY_BM=16, COPY_BK=256,
+        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, COPY_BM=64, COPY_BK=256,
         COPY_ENGINE=transport == "copy_engine", VEC=choices.get("vec", True),
     )  # fmt: skip
     return compile_kernel(ag_collect_kernel, signature, constants, capability, tile)

@@ -15,12 +15,13 @@ Who carries the shards:
 * COPY_ENGINE: program 0 collects the credits and lets the side stream go; copy engines push the shard to the peers, each copy
   followed by the peer's ``full`` word. The credits are not waited for by the stream itself, because a stream wait cannot run out
   and this kernel always ends.
-* else: all programs push the shard by vector stores before their first tile (`push_shard`), in pieces with a flag each.
+* else: the first ``pushers`` programs push the shard by vector stores while the others begin with the own shard; then they join
+  in (`tiles.dealt`). A row of tiles has one flag, set when the last of its pieces is there.
 
 Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 * (A) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the peer, by this rank's side stream after its copy → ``wait_rows``. The last
-  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, piece] = epoch`` (release) at the peer
+  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, row of tiles] = epoch`` (release) at the peer
   → ``wait_rows`` for ``>= epoch``. Never reset.
 * (B) ``go = 1`` (release) by program 0 → cuStreamWaitValue32 of this rank's side stream, which resets it to 0.
 * (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
@@ -40,40 +41,42 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, vectorised
-from .lang import is_interp, tma_acquire, used_rows
+from .lang import drain_stores, is_interp, tma_acquire, used_rows
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
-from .tiles import own_tile, remote_tile
+from .tiles import dealt, own_tile, remote_tile, turns_before
 
 
 @triton.jit
 def push_shard(
-    x, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, tiles_m, max_flags,
+    x, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, pushers, max_flags,
     R: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
 ):  # fmt: skip
-    """This rank's rows to every peer's slot ``rank``, by vector stores; the nearest consumer first. Sends (A).
+    """This rank's rows to slot ``rank`` of every peer, by vector stores of programs 0 … pushers-1. Sends (A).
 
-    A task is one PIECE (a range of columns) of one row of tiles for one peer; each has a flag of its own at the peer, so
-    that a tile waits for just the rows it reads and the tasks are many enough to keep every program busy.
+    A task is one of the PIECES (a range of columns) of one row of tiles, read once and stored to all peers. The program that
+    ends the last piece of a row of tiles, counted in ``pushed``, sets the row's flag at the peers.
     """
-    per_peer = tiles_m * PIECES
     width = tl.cdiv(tl.cdiv(K, PIECES), PUSH_BK) * PUSH_BK
-    for task in range(tl.program_id(0), per_peer * (R - 1), tl.num_programs(0)):
-        peer = (rank + R - 1 - task // per_peer) % R
-        tile_m = (task % per_peer) // PIECES
-        piece = task % PIECES
-        slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * chunk_rows * ld
-        there = peer_address(gathered_ptr, ctl, rank, peer) + slot_start
-        first = piece * width
+    slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * chunk_rows * ld
+    for task in range(tl.program_id(0), tl.cdiv(rows, BM) * PIECES, pushers):
+        tile_m = task // PIECES
+        first = task % PIECES * width
         last = tl.minimum(first + width, K)
         for row in range(tile_m * BM, tl.minimum(tile_m * BM + BM, rows), PUSH_BM):
+            r = row + tl.arange(0, PUSH_BM)
             for k in range(first, last, PUSH_BK):
-                r = row + tl.arange(0, PUSH_BM)
                 ks = k + tl.arange(0, PUSH_BK)
                 inside = (r[:, None] < rows) & (ks[None, :] < last)
                 block = tl.load(x + r[:, None].to(tl.int64) * stride_x + ks[None, :], mask=inside)
-                tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], block, mask=inside)
-        flag = peer_address(flags, ctl, rank, peer) + rank * max_flags + tile_m * PIECES + piece
-        publish_set(flag, epoch, False)
+                for step in tl.static_range(1, R):
+                    there = peer_address(gathered_ptr, ctl, rank, (rank + R - step) % R) + slot_start
+                    tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], block, mask=inside)
+        drain_stores(False)
+        if tl.atomic_add(pushed + tile_m, 1, sem="acq_rel", scope="sys") == PIECES - 1:
+            tl.store(pushed + tile_m, 0)
+            for step in tl.static_range(1, R):
+                flag = peer_address(flags, ctl, rank, (rank + R - step) % R) + rank * max_flags + tile_m
+                publish_set(flag, epoch, False)
 
 
 @triton.jit
@@ -101,27 +104,25 @@ def end_call(
 @triton.jit
 def wait_rows(
     full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit, chunk_rows, max_flags,
-    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, COPY_ENGINE: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard."""
     valid = M - source * chunk_rows - tile_m * BM
     if COPY_ENGINE:
         wait(full + (slot * R + source) * S + unit, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
     else:
-        flag = flags + source * max_flags + tile_m * PIECES
-        for piece in tl.static_range(PIECES):
-            wait(flag + piece, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
+        wait(flags + source * max_flags + tile_m, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "rank", "slot"]
+_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "pushers", "head_start", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
-    x, x_ptr, gathered, gathered_ptr, w, bias, out, go, full, flags, ctl,
+    x, x_ptr, gathered, gathered_ptr, w, bias, out, go, pushed, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, has_bias, first_launch, last_launch, rank, slot,
+    chunk_rows, rows, has_bias, first_launch, last_launch, pushers, head_start, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
@@ -149,24 +150,27 @@ def ag_gemm_kernel(
             if program == 0:
                 wait_credits(ctl, slot, rank, R)  # (C)
                 publish_set(go, 1, False)  # (B)
-        else:
+        elif program < pushers:
             wait_credits(ctl, slot, rank, R)  # (C)
             push_shard(
-                x_ptr, gathered_ptr, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
-                tl.cdiv(rows, BM), max_flags, R, BM, PIECES, PUSH_BM, PUSH_BK,
+                x_ptr, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
+                pushers, max_flags, R, BM, PIECES, PUSH_BM, PUSH_BK,
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)
-    done = program - programs
-    for tile in tl.range(program, own_tiles, programs, flatten=True):
+    own_end = turns_before(own_tiles, program, programs, pushers, head_start)
+    done = turns_before(0, program, programs, pushers, head_start) - 1
+    for turn in tl.range(done + 1, own_end, flatten=True):
+        tile = dealt(turn, program, programs, pushers, head_start)
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
             a = load_a(x, tile_m * BM, k * BK, rows, K, stride_x, BM, BK, TMA)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = multiply_add(a, b, acc)
-        done += programs
-        tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
+        done += 1
+        tile = dealt(done, program, programs, pushers, head_start)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
@@ -174,14 +178,14 @@ def ag_gemm_kernel(
             here = out + rank.to(tl.int64) * chunk_rows * N
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, N, BM, BN)
 
-    remote_tiles = per_chunk * (R - 1)
-    first = (program - own_tiles % programs + programs) % programs
-    done = first - programs
-    for tile in tl.range(first, remote_tiles, programs, flatten=True):
+    end = turns_before(own_tiles + per_chunk * (R - 1), program, programs, pushers, head_start)
+    done = own_end - 1
+    for turn in tl.range(own_end, end, flatten=True):
+        tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
         source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
         wait_rows(
             full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
-            R, S, BM, PIECES, COPY_ENGINE,
+            R, S, BM, COPY_ENGINE,
         )  # fmt: skip
         tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -196,8 +200,9 @@ def ag_gemm_kernel(
                 a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, last_row, K, ld, BM, BK, False)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = multiply_add(a, b, acc)
-        done += programs
-        source, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+        done += 1
+        tile = dealt(done, program, programs, pushers, head_start) - own_tiles
+        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
@@ -213,7 +218,7 @@ def ag_gemm_kernel(
 @triton.jit(do_not_specialize=["M", "K", "stride_x", "ld", "set_elements", "max_flags", "chunk_rows", "rank", "slot"])
 def ag_collect_kernel(
     x, gathered, out, full, flags, ctl, M, K, stride_x, ld, set_elements, max_flags, chunk_rows, rank, slot,
-    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, COPY_BM: tl.constexpr, COPY_BK: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, COPY_BM: tl.constexpr, COPY_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """The gathered input out of the slots into the caller's tensor out [M, K], after the products; then the call ends.
@@ -239,7 +244,7 @@ def ag_collect_kernel(
         else:
             wait_rows(
                 full, flags, ctl, M, epoch, slot, rank, source, tile_m, tile_m // unit_tiles_m, chunk_rows, max_flags,
-                R, S, BM, PIECES, COPY_ENGINE,
+                R, S, BM, COPY_ENGINE,
             )  # fmt: skip
         rows = tl.minimum(chunk_rows, M - source * chunk_rows)
         here = out + source.to(tl.int64) * chunk_rows * K

@@ -51,6 +51,27 @@ def own_tile(tile, unit_tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return unit * unit_tiles_m + row, column, unit
 
 
+@triton.jit
+def dealt(turn, program, programs, late, head_start):
+    """Number of the tile that ``program`` takes in its turn ``turn``.
+
+    Tiles are dealt to the programs in turn; programs 0 … late-1 have something else to do first and sit out the first
+    ``head_start`` turns. (late < programs where head_start > 0.)
+    """
+    early = programs - late
+    behind = head_start * early + (turn - head_start) * programs + program
+    return tl.where(turn < head_start, turn * early + program - late, behind)
+
+
+@triton.jit
+def turns_before(tile, program, programs, late, head_start):
+    """The first turn of ``program`` that deals it a tile numbered ``tile`` or more."""
+    early = programs - late
+    head = (tl.maximum(tile - program + late, 0) + early - 1) // tl.maximum(early, 1)
+    head = tl.where(program < late, head_start, tl.minimum(head, head_start))
+    return head + (tl.maximum(tile - head_start * early - program, 0) + programs - 1) // programs
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -90,3 +111,18 @@ def py_own_tile(tile: int, unit_tiles_m: int, tiles_n: int, group_m: int) -> tup
     unit = tile // per_unit
     row, column = py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group_m)
     return unit * unit_tiles_m + row, column, unit
+
+
+def py_dealt(turn: int, program: int, programs: int, late: int, head_start: int) -> int:
+    """Mirror of `dealt`."""
+    early = programs - late
+    if turn < head_start:
+        return turn * early + program - late
+    return head_start * early + (turn - head_start) * programs + program
+
+
+def py_turns_before(tile: int, program: int, programs: int, late: int, head_start: int) -> int:
+    """Mirror of `turns_before`."""
+    early = programs - late
+    head = head_start if program < late else min(cdiv(max(tile - program + late, 0), max(early, 1)), head_start)
+    return head + cdiv(max(tile - head_start * early - program, 0), programs)

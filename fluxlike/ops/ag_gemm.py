@@ -12,17 +12,23 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows
+from ..runtime import racecheck
 from . import tiling, validate
 from .context import Context, check_arguments, kept, resolve
 
-#: In-kernel push: a row of tiles is sent in so many pieces, each with a flag of its own.
+#: In-kernel push: a row of tiles is sent in so many pieces, by as many programs at most.
 PIECES = 4
+#: In-kernel push: programs that push (H200: eight fill the wire), the bytes a second of all of them, and what a multiprocessor computes.
+PUSHERS = 8
+PUSH_RATE = 340e9
+TILE_RATE = 5.5e12
 
 
 class AGGemmContext(Context):
     """Slots for the gathered input of calls up to ``max_m`` rows and ``k`` columns."""
 
     maker = "fluxlike.create_ag_gemm_context"
+    watched = (*Context.watched, "pushed")
     # 4×H200, N=57344, K=8192, µs, copy engine against in-kernel: shards of 4 MiB 431 : 481, of 8 MiB 752 : 828
     copy_engine_from = 4 << 20
 
@@ -34,8 +40,10 @@ class AGGemmContext(Context):
         control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
         self.max_m, self.k = max_m, k
         rows = chunk_rows(max_m, control.size)
-        flags = cdiv(rows, tiling.MIN_TILE) * PIECES
+        flags = cdiv(rows, tiling.MIN_TILE)
         super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
+        self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
+        racecheck.watch("ag_gemm.pushed", self.pushed)
 
 
 def create_ag_gemm_context(
@@ -161,18 +169,24 @@ def _launch_gemm(
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
+    tiles_m, tiles_n = cdiv(full, tile.bm), cdiv(n, tile.bn)
+    programs, pushers, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0
+    if first and ranks > 1 and transport == "in_kernel":
+        programs = ctx.world.executor.programs
+        pushers, head_start = _deal(tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
-        ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, int(bias is not None), int(first and ranks > 1), int(last), ctx.rank, slot,
+        full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, head_start,
+        ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=PIECES,
-        PUSH_BM=_push_rows(ctx), PUSH_BK=256, COPY_ENGINE=transport == "copy_engine",
+        PUSH_BM=64, PUSH_BK=256, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
-    ctx.launch(ag_gemm_kernel, cdiv(full, tile.bm) * ranks * cdiv(n, tile.bn), args, constants, tile)
+    ctx.launch(ag_gemm_kernel, programs, args, constants, tile)
 
 
 def _collect(
@@ -189,18 +203,28 @@ def _collect(
         R=ctx.size,
         S=subs,
         BM=tile.bm,
-        PIECES=PIECES,
-        COPY_BM=_push_rows(ctx),
+        COPY_BM=64,
         COPY_BK=256,
         COPY_ENGINE=transport == "copy_engine",
         VEC=tiling.is_vectorised(16, k, x, x),
     )
-    ctx.launch(ag_collect_kernel, cdiv(full, tile.bm) * ctx.size, args, constants, tile)
+    ctx.launch(ag_collect_kernel, ctx.programs(cdiv(full, tile.bm) * ctx.size), args, constants, tile)
 
 
-def _push_rows(ctx: AGGemmContext) -> int:
-    """Rows of a block that moves by vector stores: under the interpreter a block costs the same whatever its size."""
-    return 64 if ctx.device.type == "cpu" else 16
+def _deal(
+    tile: tiling.Tiling, programs: int, tiles_m: int, tiles_n: int, rows: int, k: int, ranks: int, itemsize: int
+) -> tuple[int, int]:
+    """How many programs push the shard first, and how many turns of tiles the others are ahead of them by then.
+
+    Where the own shard has fewer tiles than there are programs, those without one push.
+    """
+    own = tiles_m * tiles_n if rows else 0
+    pushers = min(max(PUSHERS, programs - own), cdiv(rows, tile.bm) * PIECES, max(1, programs // 2))
+    if pushers == 0:
+        return 0, 0
+    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE * max(1, PUSHERS / pushers)
+    turns = round(seconds / (2 * tile.bm * tile.bn * max(k, 1) / TILE_RATE))
+    return pushers, min(max(turns, 1), cdiv(own, programs - pushers)) if pushers < programs else 0
 
 
 def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: int, subs: int, bm: int, slot: int) -> None:

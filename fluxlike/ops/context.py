@@ -121,9 +121,12 @@ class Context:
         self._set ^= 1
         return self._set
 
-    def launch(self, kernel: Any, tiles: int, args: tuple, constants: dict, tile: tiling.Tiling) -> None:
-        """One persistent launch: a program a multiprocessor, or fewer where there are fewer tiles."""
-        programs = max(1, min(self.world.executor.programs, tiles))
+    def programs(self, tiles: int) -> int:
+        """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
+        return max(1, min(self.world.executor.programs, tiles))
+
+    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, tile: tiling.Tiling) -> None:
+        """One persistent launch."""
         self.stats["launches"] += 1
         try:
             self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)

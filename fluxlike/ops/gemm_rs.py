@@ -144,7 +144,7 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
 
     def launch() -> None:
-        ctx.launch(gemm_rs_kernel, unit_tiles * subs * ranks, args, constants, tile)
+        ctx.launch(gemm_rs_kernel, ctx.programs(unit_tiles * subs * ranks), args, constants, tile)
 
     if transport == "copy_engine" and ranks > 1:
         ctx.overlapped(launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot))
