@@ -95,8 +95,8 @@ def ag_gemm(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16", c
         "go": "*i32", "pushed": "*i32", "full": "*i32", "flags": "*i64", "ctl": "*i64",
     }  # fmt: skip
     constants = dict(
-        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=4,
-        PUSH_BM=64, PUSH_BK=256, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
+        R=choices.get("ranks", 4), S=choices.get("subs", 1), BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        PUSH_BM=16 * tile.warps * 8 // _BITS[dtype], PUSH_BK=256, COPY_ENGINE=copies, TMA=tile.tma, TMA_OUT=tma_out,
         VEC=choices.get("vec", True), W_IS_KN=kn,
     )  # fmt: skip
     return compile_kernel(ag_gemm_kernel, signature, constants, capability, tile)

@@ -58,7 +58,8 @@ def test_what_the_design_needs(op: str, name: str) -> None:
     releases = kernel.count(r"(atom|red|st)\.\S*release")
     expected = {("gemm_rs", True): 2 + 3, ("gemm_rs", False): 2 + 3, ("ag_gemm", True): 1 + 3, ("ag_gemm", False): 1 + 3}
     assert releases >= expected[op, copies], "a release of the source is not in the code"
-    assert kernel.count(r"atom\S*acq_rel") == 1, "the arrival of a program at the end of the call"
+    pushed = (op, copies) == ("ag_gemm", False)  # pieces of the shard are counted
+    assert kernel.count(r"atom\S*acq_rel") == 1 + pushed, "the arrival of a program at the end of the call"
 
 
 @pytest.mark.parametrize(("op", "name"), [("gemm_rs", "large-in-kernel"), ("ag_gemm", "large-in-kernel"), ("gemm_rs", "pointer")])

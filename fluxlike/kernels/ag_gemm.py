@@ -48,31 +48,31 @@ from .tiles import dealt, own_tile, remote_tile, turns_before
 
 @triton.jit
 def push_shard(
-    x, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, pushers, max_flags,
-    R: tl.constexpr, BM: tl.constexpr, PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
+    x, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, pushers, pieces,
+    max_flags, R: tl.constexpr, BM: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
 ):  # fmt: skip
     """This rank's rows to slot ``rank`` of every peer, by vector stores of programs 0 … pushers-1. Sends (A).
 
-    A task is one of the PIECES (a range of columns) of one row of tiles, read once and stored to all peers. The program that
-    ends the last piece of a row of tiles, counted in ``pushed``, sets the row's flag at the peers.
+    A task is one of the ``pieces`` (a range of columns) of one row of tiles, read once and stored to all peers. The program
+    that ends the last piece of a row of tiles, counted in ``pushed``, sets the row's flag at the peers. The loads are
+    pipelined, because beside a GEMM they take far longer than on an idle GPU.
     """
-    width = tl.cdiv(tl.cdiv(K, PIECES), PUSH_BK) * PUSH_BK
+    width = tl.cdiv(tl.cdiv(K, pieces), PUSH_BK)
     slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * chunk_rows * ld
-    for task in range(tl.program_id(0), tl.cdiv(rows, BM) * PIECES, pushers):
-        tile_m = task // PIECES
-        first = task % PIECES * width
-        last = tl.minimum(first + width, K)
-        for row in range(tile_m * BM, tl.minimum(tile_m * BM + BM, rows), PUSH_BM):
-            r = row + tl.arange(0, PUSH_BM)
-            for k in range(first, last, PUSH_BK):
-                ks = k + tl.arange(0, PUSH_BK)
-                inside = (r[:, None] < rows) & (ks[None, :] < last)
-                block = tl.load(x + r[:, None].to(tl.int64) * stride_x + ks[None, :], mask=inside)
-                for step in tl.static_range(1, R):
-                    there = peer_address(gathered_ptr, ctl, rank, (rank + R - step) % R) + slot_start
-                    tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], block, mask=inside)
+    for task in range(tl.program_id(0), tl.cdiv(rows, BM) * pieces, pushers):
+        tile_m = task // pieces
+        first = task % pieces * width
+        across = tl.minimum(width, tl.cdiv(K, PUSH_BK) - first)
+        for block in tl.range(0, across * (BM // PUSH_BM), num_stages=4):
+            r = tile_m * BM + block // across * PUSH_BM + tl.arange(0, PUSH_BM)
+            ks = (first + block % across) * PUSH_BK + tl.arange(0, PUSH_BK)
+            inside = (r[:, None] < rows) & (ks[None, :] < K)
+            value = tl.load(x + r[:, None].to(tl.int64) * stride_x + ks[None, :], mask=inside)
+            for step in tl.static_range(1, R):
+                there = peer_address(gathered_ptr, ctl, rank, (rank + R - step) % R) + slot_start
+                tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], value, mask=inside)
         drain_stores(False)
-        if tl.atomic_add(pushed + tile_m, 1, sem="acq_rel", scope="sys") == PIECES - 1:
+        if tl.atomic_add(pushed + tile_m, 1, sem="acq_rel", scope="sys") == pieces - 1:
             tl.store(pushed + tile_m, 0)
             for step in tl.static_range(1, R):
                 flag = peer_address(flags, ctl, rank, (rank + R - step) % R) + rank * max_flags + tile_m
@@ -115,16 +115,17 @@ def wait_rows(
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "pushers", "head_start", "rank", "slot"]
+_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "pushers", "pieces", "head_start"]
+_NUMBERS += ["rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
     x, x_ptr, gathered, gathered_ptr, w, bias, out, go, pushed, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, has_bias, first_launch, last_launch, pushers, head_start, rank, slot,
+    chunk_rows, rows, has_bias, first_launch, last_launch, pushers, pieces, head_start, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    PIECES: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
+    PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
@@ -154,7 +155,7 @@ def ag_gemm_kernel(
             wait_credits(ctl, slot, rank, R)  # (C)
             push_shard(
                 x_ptr, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
-                pushers, max_flags, R, BM, PIECES, PUSH_BM, PUSH_BK,
+                pushers, pieces, max_flags, R, BM, PUSH_BM, PUSH_BK,
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)

@@ -16,12 +16,13 @@ from ..runtime import racecheck
 from . import tiling, validate
 from .context import Context, check_arguments, kept, resolve
 
-#: In-kernel push: a row of tiles is sent in so many pieces, by as many programs at most.
-PIECES = 4
-#: In-kernel push: programs that push (H200: eight fill the wire), the bytes a second of all of them, and what a multiprocessor computes.
-PUSHERS = 8
-PUSH_RATE = 340e9
+#: In-kernel push: programs that push where all have tiles of their own to compute, the bytes a second that they move (8 fill an
+#: idle wire of an H200), and the operations a second of one program, from which it is reckoned how far the others get meanwhile.
+PUSHERS = 16
+PUSH_RATE = 300e9
 TILE_RATE = 5.5e12
+#: Columns of a block that is pushed.
+PUSH_COLUMNS = 256
 
 
 class AGGemmContext(Context):
@@ -170,20 +171,20 @@ def _launch_gemm(
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
     tiles_m, tiles_n = cdiv(full, tile.bm), cdiv(n, tile.bn)
-    programs, pushers, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0
+    programs, pushers, pieces, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0, 0
     if first and ranks > 1 and transport == "in_kernel":
         programs = ctx.world.executor.programs
-        pushers, head_start = _deal(tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
+        pushers, pieces, head_start = _deal(tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, head_start,
+        full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, pieces, head_start,
         ctx.rank, slot,
     )  # fmt: skip
     constants = dict(
-        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PIECES=PIECES,
-        PUSH_BM=64, PUSH_BK=256, COPY_ENGINE=transport == "copy_engine",
+        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
     ctx.launch(ag_gemm_kernel, programs, args, constants, tile)
@@ -213,18 +214,27 @@ def _collect(
 
 def _deal(
     tile: tiling.Tiling, programs: int, tiles_m: int, tiles_n: int, rows: int, k: int, ranks: int, itemsize: int
-) -> tuple[int, int]:
-    """How many programs push the shard first, and how many turns of tiles the others are ahead of them by then.
+) -> tuple[int, int, int]:
+    """Who pushes the shard: (programs that do, pieces of a row of tiles, turns of tiles that the others take meanwhile).
 
     Where the own shard has fewer tiles than there are programs, those without one push.
     """
-    own = tiles_m * tiles_n if rows else 0
-    pushers = min(max(PUSHERS, programs - own), cdiv(rows, tile.bm) * PIECES, max(1, programs // 2))
-    if pushers == 0:
-        return 0, 0
-    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE * max(1, PUSHERS / pushers)
-    turns = round(seconds / (2 * tile.bm * tile.bn * max(k, 1) / TILE_RATE))
-    return pushers, min(max(turns, 1), cdiv(own, programs - pushers)) if pushers < programs else 0
+    if rows == 0:
+        return 0, 0, 0
+    own, rows_of_tiles = tiles_m * tiles_n, cdiv(rows, tile.bm)
+    wanted = min(max(PUSHERS, programs - own), max(1, programs // 2))
+    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
+    pushers = min(wanted, rows_of_tiles * pieces)
+    if pushers == programs:
+        return pushers, pieces, 0
+    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE
+    turns = round(seconds * TILE_RATE / (2 * tile.bm * tile.bn * k))
+    return pushers, pieces, min(max(turns, 1), cdiv(own, programs - pushers))
+
+
+def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:
+    """Rows of the blocks of 256 columns that move by vector stores: 128 bytes a thread, or registers are spilled."""
+    return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm
 
 
 def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: int, subs: int, bm: int, slot: int) -> None:
