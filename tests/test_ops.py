@@ -12,6 +12,7 @@ from cases import SCHEDULES, AGCase, RSCase, poison, same
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
+from fluxlike.ops import gemm_rs, tiling
 from fluxlike.runtime import interpreter, world
 
 WORLDS = (1, 2, 3, 4, *LARGE_WORLDS)
@@ -56,6 +57,34 @@ def rs_uneven_k(group, dtype):
 @pytest.mark.parametrize("world", WORLDS)
 def test_gemm_rs_with_another_k_on_each_rank(world, dtype):
     run_ranks(rs_uneven_k, world, dtype=dtype)
+
+
+def rs_sub_chunks(group, subs):
+    """A chunk cut into sub-chunks, which by itself only large calls get."""
+    size = dist.get_world_size(group)
+    before, gemm_rs._subs = gemm_rs._subs, lambda *sizes: subs
+    try:
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, group=group, schedule="copy_engine") as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate((*NICE, (200, 136, 72), (37, 70, 50), (3, 33, 20), (256, 64, 16), (256, 64, 16))):
+                copies = ctx.stats["copies"]
+                RSCase(m, n, [k] * size, torch.bfloat16, seed, bias=seed % 2 == 0).check(ctx, group, "copy_engine")
+                if m == 256:
+                    assert ctx.stats["copies"] - copies == min(subs, -(-256 // size // ctx_tile(size))) * (size - 1)
+    finally:
+        gemm_rs._subs = before
+
+
+def ctx_tile(size: int) -> int:
+    """Rows of a tile of a call with 256 rows."""
+    executor = world.current().executor
+    return tiling.choose(executor.capability, torch.bfloat16, -(-256 // size), 64).bm
+
+
+@pytest.mark.parametrize("subs", (2, 4))
+@pytest.mark.parametrize("world", (2, 3))
+def test_gemm_rs_in_sub_chunks(world, subs):
+    run_ranks(rs_sub_chunks, world, subs=subs)
 
 
 def rs_out(group, dtype):

@@ -21,8 +21,8 @@ Who carries the shards:
 Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 * (A) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the peer, by this rank's side stream after its copy → ``wait_rows``. The last
-  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, row of tiles] = epoch`` (release) at the peer
-  → ``wait_rows`` for ``>= epoch``. Never reset.
+  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, row of tiles] = epoch`` (release) at the
+  peer → ``wait_rows`` for ``>= epoch``. Never reset.
 * (B) ``go = 1`` (release) by program 0 → cuStreamWaitValue32 of this rank's side stream, which resets it to 0.
 * (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
 * (D) the end of the call: the last program advances the epoch and gives the credits.

@@ -281,7 +281,9 @@ def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
     return world.current().control_of(group)
 
 
-def kept(kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None) -> Any:
+def kept(
+    kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None, **hints: int
+) -> Any:
     """The context that a call without one uses: one for each (kind, group, dtype), made or grown collectively.
 
     Sizes are rounded up to a power of two, so that a model with changing lengths settles quickly. Growing synchronises with the
@@ -301,5 +303,5 @@ def kept(kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, 
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
         context.close()
-    this.cached[key] = context = kind(**wanted, dtype=dtype, group=group, schedule="auto")
+    this.cached[key] = context = kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
     return context

@@ -15,6 +15,9 @@ from ..runtime import racecheck
 from . import tiling, validate
 from .context import Context, check_arguments, kept, resolve
 
+#: Bytes a second of a copy engine, and operations a second of a GPU, as measured on H200s: only their ratio decides something.
+COPY_RATE, GEMM_RATE = 340e9, 730e12
+
 
 class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
@@ -25,12 +28,21 @@ class GemmRSContext(Context):
     copy_engine_from = 6 << 20
 
     def __init__(
-        self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, k: int | None = None
+        self,
+        max_m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        schedule: str,
+        k: int | None = None,
+        k_here: int = 0,
     ) -> None:
         control = resolve(group)
         error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": 1 if k is None else k}, dtype, schedule)
         control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
         self.max_m, self.n = max_m, n
+        # What K is like decides how a chunk is cut, which the ranks must do alike; a call's own K may differ between them.
+        self.k = k if k is not None else sum(control.gather(k_here, "create_gemm_rs_context: K"))
         rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
         flags = cdiv(rows, tiling.MIN_TILE) * cdiv(n, tiling.MIN_TILE)
         super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
@@ -51,7 +63,8 @@ def create_gemm_rs_context(
     """Memory and signals for `gemm_rs`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
-        max_m: most rows of x in a call. n: most columns of the result. k: not needed; K may differ from call to call.
+        max_m: most rows of x in a call. n: most columns of the result.
+        k: what K of the whole problem is like, for a schedule that suits it; calls may have any K. None: as if K were large.
         dtype: torch.bfloat16, torch.float16 or torch.float32, of x, weight and the result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
@@ -94,7 +107,7 @@ def gemm_rs(
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
     if ctx is None:
-        ctx = kept(GemmRSContext, resolve(group), x.dtype, {"max_m": m, "n": n}, group)
+        ctx = kept(GemmRSContext, resolve(group), x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
     validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
     rows = rows_of(m, ctx.size, ctx.rank)
     y = validate.output("gemm_rs", out, (rows, n), x)
@@ -114,7 +127,7 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     tile, (x, weight) = tiling.readable(tile, capability, full, x, weight)
     ld = tiling.round_up(n, 16)
     transport = ctx.choose(full * ld * x.element_size())
-    subs = 1
+    subs = _subs(full, n, ctx.k, ranks, x.element_size()) if transport == "copy_engine" else 1
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
     slot = ctx.begin(transport, tile)
@@ -150,6 +163,21 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         ctx.overlapped(launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot))
     else:
         launch()
+
+
+def _subs(chunk_rows: int, n: int, k: int, ranks: int, itemsize: int) -> int:
+    """Sub-chunks of a chunk: more where the copies take long beside the product, so that they start sooner and end sooner.
+
+    Fewer is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
+    4×H200, µs with 1, 2, 4: 8192×8192×8192 573, 580, 500; 8192×4096×14336 414, 385, 388; 8192×8192×28672 1488, 1532, 1561.
+    """
+    if k == 0 or ranks == 1:
+        return 1
+    nbytes = chunk_rows * n * itemsize
+    share = (nbytes * (ranks - 1) / COPY_RATE) / (2 * chunk_rows * n * k / GEMM_RATE)
+    if share > 0.65 and nbytes >= 32 << 20:
+        return 4
+    return 2 if share > 0.4 and nbytes >= 16 << 20 else 1
 
 
 def _queue_copies(
