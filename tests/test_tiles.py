@@ -40,20 +40,23 @@ def test_grouped_is_a_permutation_in_bands_of_group_rows(tiles_m, tiles_n, group
     assert bands == sorted(bands), "a band of rows was left before it was done"
 
 
-@given(ranks=RANKS, subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP)
-def test_every_tile_once_and_units_in_order(ranks, subs, unit_tiles_m, tiles_n, group):
+@given(ranks=RANKS, subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP, merged=st.booleans())
+def test_every_tile_once_and_units_in_order(ranks, subs, unit_tiles_m, tiles_n, group, merged):
     per_unit = unit_tiles_m * tiles_n  # what the host waits for, per unit: cdiv(cdiv(chunk, BM), S) · cdiv(N, BN)
     chunk = {(row, column) for row in range(unit_tiles_m * subs) for column in range(tiles_n)}
     for rank in range(ranks):
         count = per_unit * subs * (ranks - 1)
-        order = [tiles.py_remote_tile(t, rank, unit_tiles_m, tiles_n, ranks, subs, group) for t in range(count)]
+        order = [tiles.py_remote_tile(t, rank, unit_tiles_m, tiles_n, ranks, subs, group, merged) for t in range(count)]
         assert len(set(order)) == count
         by_owner = {owner: set() for owner in range(ranks) if owner != rank}
         for owner, row, column, _ in order:
             by_owner[owner].add((row, column))
         assert all(seen == chunk for seen in by_owner.values())
         assert Counter(unit for *_, unit in order) == dict.fromkeys(range((ranks - 1) * subs), per_unit)
-        assert [unit for *_, unit in order] == sorted(unit for *_, unit in order), "a unit is sent before it is whole"
+        if not merged:
+            assert [unit for *_, unit in order] == sorted(unit for *_, unit in order), "a unit is sent before it is whole"
+        rows = [unit * unit_tiles_m + row % unit_tiles_m for _, row, _, unit in order]
+        assert [row // group for row in rows] == sorted(row // group for row in rows) or not merged
         for owner, row, _, unit in order:
             assert owner == (rank + 1 + unit // subs) % ranks and unit % subs == row // unit_tiles_m
         own = [tiles.py_own_tile(t, unit_tiles_m, tiles_n, group) for t in range(per_unit * subs)]
@@ -62,17 +65,59 @@ def test_every_tile_once_and_units_in_order(ranks, subs, unit_tiles_m, tiles_n, 
         assert [unit for *_, unit in own] == sorted(unit for *_, unit in own)
 
 
-@given(ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP)
-def test_at_every_step_each_rank_sends_to_another_owner(ranks, subs, unit_tiles_m, tiles_n, group):
+@given(ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP, merged=st.booleans())
+def test_at_every_step_each_rank_sends_to_another_owner(ranks, subs, unit_tiles_m, tiles_n, group, merged):
     for t in range(unit_tiles_m * tiles_n * subs * (ranks - 1)):
-        owners = [tiles.py_remote_tile(t, r, unit_tiles_m, tiles_n, ranks, subs, group)[0] for r in range(ranks)]
+        owners = [tiles.py_remote_tile(t, r, unit_tiles_m, tiles_n, ranks, subs, group, merged)[0] for r in range(ranks)]
         assert sorted(owners) == list(range(ranks)), f"tile {t} goes to {owners}"
         assert all(owner != rank for rank, owner in enumerate(owners)), "the own chunk is not sent"
 
 
+DEAL = {"programs": PROGRAMS, "late": st.integers(0, 9), "head_start": st.integers(0, 5), "own": st.integers(0, 40)}
+
+
+@given(how=st.fixed_dictionaries(DEAL), remote=st.integers(0, 60))
+def test_every_tile_is_dealt_once_and_own_ones_first(how, remote):
+    programs, late, head_start, own = how["programs"], how["late"], how["head_start"], how["own"]
+    if late >= programs:
+        late, head_start = programs, 0
+    dealt = []
+    for program in range(programs):
+        deal = (program, programs, late, head_start)
+        turns = [tiles.py_turns_before(tile, *deal) for tile in (0, own, own + remote)]
+        assert turns == sorted(turns) and turns[0] == (head_start if program < late else 0)
+        mine = [tiles.py_dealt(turn, *deal) for turn in range(turns[0], turns[2])]
+        assert mine == sorted(mine)
+        assert all(tile < own for tile in mine[: turns[1] - turns[0]]) and all(tile >= own for tile in mine[turns[1] - turns[0] :])
+        dealt += mine
+    assert sorted(dealt) == list(range(own + remote))
+
+
 @triton.jit
-def say_tiles(out, tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr):
-    owner, row, column, unit = tiles.remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+def say_deal(out, tile, turn, program, programs, late, head_start):
+    tl.store(out, tiles.turns_before(tile, program, programs, late, head_start))
+    tl.store(out + 1, tiles.dealt(turn, program, programs, late, head_start))
+
+
+@settings(max_examples=60, deadline=None)
+@given(how=st.fixed_dictionaries(DEAL), data=st.data())
+def test_mirrors_of_the_deal(how, data):
+    programs, late, head_start = how["programs"], how["late"], how["head_start"]
+    if late >= programs:
+        late, head_start = programs, 0
+    program = data.draw(st.integers(0, programs - 1))
+    deal = (program, programs, late, head_start)
+    turn = data.draw(st.integers(head_start if program < late else 0, 12))
+    out = torch.full((2,), -1, dtype=torch.int32)
+    interpreter.run(say_deal, 1, out, how["own"], turn, *deal)
+    assert out.tolist() == [tiles.py_turns_before(how["own"], *deal), tiles.py_dealt(turn, *deal)]
+
+
+@triton.jit
+def say_tiles(
+    out, tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr, MERGED: tl.constexpr
+):  # fmt: skip
+    owner, row, column, unit = tiles.remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, MERGED)
     own_row, own_column, sub = tiles.own_tile(tile % (unit_tiles_m * tiles_n * S), unit_tiles_m, tiles_n, GROUP_M)
     g_row, g_column = tiles.grouped(tile % (unit_tiles_m * tiles_n), unit_tiles_m, tiles_n, GROUP_M)
     tl.store(out + 0, owner)
@@ -87,15 +132,15 @@ def say_tiles(out, tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.con
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP)
-def test_mirrors_say_what_the_device_functions_say(data, ranks, subs, unit_tiles_m, tiles_n, group):
+@given(data=st.data(), ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP, merged=st.booleans())
+def test_mirrors_say_what_the_device_functions_say(data, ranks, subs, unit_tiles_m, tiles_n, group, merged):
     tile = data.draw(st.integers(0, unit_tiles_m * tiles_n * subs * (ranks - 1) - 1))
     rank = data.draw(st.integers(0, ranks - 1))
     out = torch.full((9,), -1, dtype=torch.int32)
-    interpreter.run(say_tiles, 1, out, tile, rank, unit_tiles_m, tiles_n, R=ranks, S=subs, GROUP_M=group)
+    interpreter.run(say_tiles, 1, out, tile, rank, unit_tiles_m, tiles_n, R=ranks, S=subs, GROUP_M=group, MERGED=merged)
     per_unit = unit_tiles_m * tiles_n
     assert tuple(out.tolist()) == (
-        *tiles.py_remote_tile(tile, rank, unit_tiles_m, tiles_n, ranks, subs, group),
+        *tiles.py_remote_tile(tile, rank, unit_tiles_m, tiles_n, ranks, subs, group, merged),
         *tiles.py_own_tile(tile % (per_unit * subs), unit_tiles_m, tiles_n, group),
         *tiles.py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group),
     )
@@ -191,7 +236,7 @@ class ReduceScatter(Model):
         remote = self.per_chunk * (self.ranks - 1)
         for tile in range(program, remote, self.programs):
             owner, row, column, unit = tiles.py_remote_tile(
-                tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group
+                tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group, not self.copy_engine
             )
             if previous:
                 yield from self.give(*previous)
@@ -229,19 +274,30 @@ class AllGather(Model):
         if self.copy_engine and program == 0 and self.ranks > 1:
             yield from self.give("go", rank, call)
         rows = tiles.rows_of(self.m, self.ranks, rank)
-        if not self.copy_engine:
-            for task in range(program, rows * (self.ranks - 1), self.programs):
-                peer = (rank + self.ranks - 1 - task // rows) % self.ranks
-                yield from self.give("row", peer, rank, call, task % rows)
+        late, head_start = 0, 0
+        if not self.copy_engine and self.ranks > 1:
+            late, head_start = self.late(rows)
+            for row in range(program, rows if program < late else 0, late or 1):
+                for step in range(1, self.ranks):
+                    yield from self.give("row", (rank - step) % self.ranks, rank, call, row)
         own = self.per_chunk if rows else 0
-        first = (program - own % self.programs + self.programs) % self.programs
-        for tile in range(first, self.per_chunk * (self.ranks - 1), self.programs):
-            source, row, _, unit = tiles.py_remote_tile(tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group)
+        how = (program, self.programs, late, head_start)
+        end = tiles.py_turns_before(own + self.per_chunk * (self.ranks - 1), *how)
+        for turn in range(tiles.py_turns_before(own, *how), end):
+            tile = tiles.py_dealt(turn, *how) - own
+            source, row, _, unit = tiles.py_remote_tile(
+                tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group, True
+            )
             if row < tiles.rows_of(self.m, self.ranks, source):
                 if self.copy_engine:
                     yield "wait", ("full", rank, source, call, unit % self.subs), 1
                 else:
                     yield "wait", ("row", rank, source, call, row), 1
+
+    def late(self, rows: int) -> tuple[int, int]:
+        """Programs that push, and the turns that they sit out."""
+        pushers = min(self.group, self.programs, rows)  # any number will do; the group's is at hand
+        return pushers, 2 if pushers < self.programs else 0
 
     def last(self, rank, call):
         for step in range(1, self.ranks if self.copy_engine else 1):

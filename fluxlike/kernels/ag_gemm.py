@@ -183,7 +183,7 @@ def ag_gemm_kernel(
     done = own_end - 1
     for turn in tl.range(own_end, end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
-        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
         wait_rows(
             full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
             R, S, BM, COPY_ENGINE,
@@ -203,7 +203,7 @@ def ag_gemm_kernel(
             acc = multiply_add(a, b, acc)
         done += 1
         tile = dealt(done, program, programs, pushers, head_start) - own_tiles
-        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))

@@ -130,7 +130,7 @@ def gemm_rs_kernel(
     remote_tiles = per_chunk * (R - 1)
     done = program - programs
     for tile in tl.range(program, remote_tiles, programs, flatten=True):
-        owner, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+        owner, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, not COPY_ENGINE)
         row = owner * chunk_rows + tile_m * BM
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
@@ -139,7 +139,7 @@ def gemm_rs_kernel(
             acc = multiply_add(a, b, acc)
         # computed again rather than carried: the pipelined loop runs ahead of the epilogue
         done += programs
-        owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M)
+        owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, not COPY_ENGINE)
         if COPY_ENGINE:
             publish_add(previous, TMA)  # (A)
             if TMA:

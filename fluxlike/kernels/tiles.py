@@ -10,7 +10,7 @@ masked, and in return every rank and every signal can be counted without looking
 
 Unit orders of the ranks' chunks, r this rank:
 
-* GEMM+ReduceScatter: r+1, r+2, …, r-1 (`remote_unit`), own chunk last: what is sent is computed first, and at any time every
+* GEMM+ReduceScatter: r+1, r+2, …, r-1 (`remote_tile`), own chunk last: what is sent is computed first, and at any time every
   rank sends to a different owner.
 * AllGather+GEMM: own shard first, then r+1, r+2, …, r-1: the order in which shards arrive when every owner s sends to
   s-1, s-2, …
@@ -30,16 +30,22 @@ def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def remote_tile(tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr):
+def remote_tile(
+    tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr, MERGED: tl.constexpr
+):  # fmt: skip
     """Tile number ``tile`` of the other ranks' chunks: (owner, row of tiles in its chunk, column of tiles, unit).
 
-    ``unit`` numbers the (owner, sub-chunk) pairs in the order in which they are computed, from 0 to (R - 1)·S - 1.
+    ``unit`` numbers the (owner, sub-chunk) pairs from 0 to (R - 1)·S - 1. They are computed one after the other; MERGED, groups
+    reach over their bounds: where a chunk is lower than a group, W would else be read from memory once for each chunk.
     """
-    per_unit = unit_tiles_m * tiles_n
-    unit = tile // per_unit
-    row, column = grouped(tile % per_unit, unit_tiles_m, tiles_n, GROUP_M)
-    owner = (rank + 1 + unit // S) % R
-    return owner, (unit % S) * unit_tiles_m + row, column, unit
+    if MERGED:
+        height = unit_tiles_m * S * max(R - 1, 1)
+    else:
+        height = unit_tiles_m
+    row, column = grouped(tile % (height * tiles_n), height, tiles_n, GROUP_M)
+    row += tile // (height * tiles_n) * height
+    chunk = unit_tiles_m * S
+    return (rank + 1 + row // chunk) % R, row % chunk, column, row // unit_tiles_m
 
 
 @triton.jit
@@ -96,13 +102,14 @@ def py_grouped(tile: int, tiles_m: int, tiles_n: int, group_m: int) -> tuple[int
 
 
 def py_remote_tile(
-    tile: int, rank: int, unit_tiles_m: int, tiles_n: int, ranks: int, subs: int, group_m: int
+    tile: int, rank: int, unit_tiles_m: int, tiles_n: int, ranks: int, subs: int, group_m: int, merged: bool
 ) -> tuple[int, int, int, int]:
     """Mirror of `remote_tile`."""
-    per_unit = unit_tiles_m * tiles_n
-    unit = tile // per_unit
-    row, column = py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group_m)
-    return (rank + 1 + unit // subs) % ranks, (unit % subs) * unit_tiles_m + row, column, unit
+    height = unit_tiles_m * subs * max(ranks - 1, 1) if merged else unit_tiles_m
+    row, column = py_grouped(tile % (height * tiles_n), height, tiles_n, group_m)
+    row += tile // (height * tiles_n) * height
+    chunk = unit_tiles_m * subs
+    return (rank + 1 + row // chunk) % ranks, row % chunk, column, row // unit_tiles_m
 
 
 def py_own_tile(tile: int, unit_tiles_m: int, tiles_n: int, group_m: int) -> tuple[int, int, int]:
