@@ -14,13 +14,12 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import Context, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, check_arguments, kept, resolve
 
-#: In-kernel push: programs that push where all have tiles of their own to compute, the bytes a second that they move (8 fill an
-#: idle wire of an H200), and the operations a second of one program, from which it is reckoned how far the others get meanwhile.
+#: In-kernel push: programs that push where all have tiles of their own to compute, and the bytes a second that they move. Eight
+#: fill an idle wire of an H200 (316 GB/s), but not beside a GEMM; more cost the product more than they bring.
 PUSHERS = 16
 PUSH_RATE = 300e9
-TILE_RATE = 5.5e12
 #: Columns of a block that is pushed.
 PUSH_COLUMNS = 256
 
@@ -34,17 +33,37 @@ class AGGemmContext(Context):
     copy_engine_from = 4 << 20
 
     def __init__(
-        self, max_m: int, k: int, dtype: torch.dtype, group: dist.ProcessGroup | None, schedule: str, n: int | None = None
+        self,
+        max_m: int,
+        k: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+        schedule: str,
+        n: int | None = None,
+        n_here: int = 0,
     ) -> None:
         control = resolve(group)
         error = check_arguments("ag_gemm", {"max_m": max_m, "n": 1 if n is None else n, "k": k}, dtype, schedule)
         control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
         self.max_m, self.k = max_m, k
+        # What N is like decides who carries the shards, which the ranks must decide alike; a call's own N may differ.
+        self.n = n if n is not None else sum(control.gather(n_here, "create_ag_gemm_context: N"))
         rows = chunk_rows(max_m, control.size)
         flags = cdiv(rows, tiling.MIN_TILE)
         super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
         self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
         racecheck.watch("ag_gemm.pushed", self.pushed)
+
+    def choose(self, chunk_bytes: int) -> str:
+        """Large shards go by the copy engine if pushing them would hold up its programs for long beside the product.
+
+        4×H200, µs, copy engine against in-kernel: 8192×57344×8192 2952 : 2927, 4096×49152×12288 1890 : 1838,
+        8192×28672×4096 761 : 772, 8192×16384×8192 805 : 956.
+        """
+        push_share = (self.size - 1) * self.dtype.itemsize * GEMM_RATE / (2 * PUSH_RATE * max(self.n, 1))
+        if self.schedule == "auto" and push_share < 0.2:
+            return "in_kernel"
+        return super().choose(chunk_bytes)
 
 
 def create_ag_gemm_context(
@@ -58,10 +77,12 @@ def create_ag_gemm_context(
     """Memory and signals for `ag_gemm`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
-        max_m: most rows of the gathered input. n: columns of the whole problem; the weights of a call may have others.
+        max_m: most rows of the gathered input. n: what N of the whole problem is like, for a schedule that suits it; the weights
+            of a call may have any N.
         k: most columns of the input. dtype: torch.bfloat16, torch.float16 or torch.float32, of input, weights and result.
         group: the tensor-parallel group; the one given to init if None.
-        schedule: who carries the shards: "copy_engine", "in_kernel", or "auto" (copy engine from 4 MiB a shard on).
+        schedule: who carries the shards: "copy_engine", "in_kernel", or "auto" (copy engine from 4 MiB a shard on, unless N is
+            so large that pushing from the kernel costs little).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -104,7 +125,7 @@ def ag_gemm(
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k = x_shard.shape[1]
     if ctx is None:
-        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group)
+        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=sum(w.shape[0] for w in weights))
     validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
     results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
     gathered = x_shard.new_empty(m, k) if return_gathered else None
@@ -228,7 +249,7 @@ def _deal(
     if pushers == programs:
         return pushers, pieces, 0
     seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE
-    turns = round(seconds * TILE_RATE / (2 * tile.bm * tile.bn * k))
+    turns = round(seconds * GEMM_RATE / (programs * 2 * tile.bm * tile.bn * k))
     return pushers, pieces, min(max(turns, 1), cdiv(own, programs - pushers))
 
 
