@@ -125,7 +125,8 @@ def ag_gemm(
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k = x_shard.shape[1]
     if ctx is None:
-        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=sum(w.shape[0] for w in weights))
+        columns = sum(w.shape[0] for w in weights)
+        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=columns)
     validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
     results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
     gathered = x_shard.new_empty(m, k) if return_gathered else None
