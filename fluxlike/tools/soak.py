@@ -80,7 +80,6 @@ class Soak:
         self.samples: list[Sample] = []
         self.sample_s = min(5.0, asked.minutes)  # seconds from one to the next: 60 of them, or more
         self.clocks: list[Any] = []
-        self.compiled = compiled()
         self.launched = 0  # by contexts that are closed, and by replays
         self.reset()
 
@@ -89,7 +88,7 @@ class Soak:
         self.begun = time.monotonic()
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.steps = self.bursts = self.judged = self.remade = 0
-        self.compiled_before, self.launched_before = self.compiled(), self.launches()
+        self.compiled_before, self.launched_before = compiled(), self.launches()
 
     def launches(self) -> int:
         """Kernels of the library that this rank has launched or replayed."""
@@ -284,7 +283,7 @@ class Soak:
             if signature.graphed and self.mine(signature.place):
                 self.capture(signature)
         self.machine.settle()
-        took = {"seconds": self.seconds(), "calls": self.calls.total(), "judged": self.judged, "kernels compiled": self.compiled()}
+        took = {"seconds": self.seconds(), "calls": self.calls.total(), "judged": self.judged, "kernels compiled": compiled()}
         self.say(
             f"{len(self.pool)} signatures on {self.profile.data} sets of data; rank 0 has {len(self.contexts)} contexts and "
             f"{len(self.graphs)} graphs; warm after {took['seconds']:.0f} s: {took['calls']} calls, "
@@ -295,7 +294,8 @@ class Soak:
     def soak(self, plan: Iterable[Burst]) -> None:
         """Bursts until rank 0 says that the time is up, or too much was wrong."""
         self.reset()
-        sampled = told = clocked = 0.0
+        sampled = told = 0.0
+        clocked = -CLOCKS_S
         for burst in plan:
             self.play(burst)
             now = self.seconds()
@@ -328,8 +328,8 @@ class Soak:
     def report(self, stamp: dict[str, Any], warm: dict[str, Any]) -> int:
         """What came of it, told and written by rank 0; collective."""
         mine = growth([{name: value for name, value in sample.items() if name != "seconds"} for sample in self.samples])
-        launched, compiled = self.launches() - self.launched_before, self.compiled() - self.compiled_before
-        said = self.control.gather((mine, launched, compiled), "soak: the end")
+        anew = compiled() - self.compiled_before
+        said = self.control.gather((mine, self.launches() - self.launched_before, anew), "soak: the end")
         memory = worst_of([theirs for theirs, _, _ in said])
         grown = [name for name, found in memory.items() if found["last"] > found["first"] + found["allowed"]]
         calls = self.calls.total()
@@ -338,7 +338,7 @@ class Soak:
             "ranks": self.ranks, "heap": world.current().executor.name, "seed": self.asked.seed, "only": self.asked.only,
             "minutes": self.seconds() / 60, "warm_up": warm, "bursts": self.bursts, "steps": self.steps, "calls": calls,
             "calls_by_kind": {"/".join(kind): count for kind, count in sorted(self.calls.items())},
-            "launches": sum(launched for _, launched, _ in said), "compiled_after_warm_up": sum(compiled for *_, compiled in said),
+            "launches": sum(launched for _, launched, _ in said), "compiled_after_warm_up": sum(anew for *_, anew in said),
             "compared_bitwise": calls, "compared_with_reference": self.judged, "contexts_remade": self.remade,
             "failures": self.failures, "memory": memory, "grown": grown, "samples_of_rank_0": self.samples, "clocks": self.clocks,
             "ok": not bad, "environment": stamp,

@@ -112,21 +112,14 @@ def judge(
         if truth.numel():
             off = [(t.double() - truth).abs() for t in (ours, torchs)]
             squares = [squares[0] + truth.numel(), *(s + o.square().sum().item() for s, o in zip(squares[1:], off, strict=True))]
-            largest = [_worse(a, o.max().item()) for a, o in zip(largest, off, strict=True)]
+            largest = [max(a, o.max().item()) for a, o in zip(largest, off, strict=True)]
     said = control.gather((squares, largest), "soak: judging a result")
     count, our, its = (sum(theirs[i] for theirs, _ in said) for i in range(3))
     size = math.sqrt(k)  # of sums of k products of normal numbers
     our, its = (math.sqrt(total / max(count, 1)) / size for total in (our, its))
-    most = [0.0, 0.0]
-    for _, theirs in said:
-        most = [_worse(a, b / size) for a, b in zip(most, theirs, strict=True)]
+    most, torchs_most = (max(theirs[i] for _, theirs in said) / size for i in range(2))  # a NaN shows in the squares
     allowed = allowed_error(its, getattr(torch, signature.dtype), control.size, k)
-    return our, allowed, most[0], LARGEST * max(most[1], allowed)
-
-
-def _worse(a: float, b: float) -> float:
-    """The larger one; NaN if there is one."""
-    return b if math.isnan(b) or b > a else a
+    return our, allowed, most, LARGEST * max(torchs_most, allowed)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
