@@ -9,6 +9,7 @@ TOOLS = {
     "doctor": "what this machine has, what fluxlike would use, and what to mend",
     "bench": "how fast the operations are, against torch and against the limit",
     "racecheck": "run a program on the CPU heap and find accesses that no signal orders",
+    "soak": "random calls for a long time, every result checked",
 }
 
 

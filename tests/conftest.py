@@ -7,7 +7,7 @@ import ranks
 import torch
 
 #: Files that need no ranks, or make their own: under torchrun every rank would run the same, so they belong to the other layer.
-WITHOUT_TORCHRUN = ("doctor", "interpreter", "mutations", "ptx", "public_api", "racecheck", "tiles")
+WITHOUT_TORCHRUN = ("doctor", "interpreter", "mutations", "ptx", "public_api", "racecheck", "soak", "tiles")
 
 
 def pytest_ignore_collect(collection_path):

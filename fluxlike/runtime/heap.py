@@ -83,7 +83,7 @@ class SymmetricHeap:
             place = (len(self.segments) - 1, 0)
         if place is None:
             raise RuntimeError(
-                f"the symmetric heap ({sum(s.nbytes for s in self.segments) >> 20} MiB a rank) has no {nbytes >> 20} MiB free for "
+                f"the symmetric heap ({self.nbytes >> 20} MiB a rank) has no {nbytes >> 20} MiB free for "
                 f"the group of ranks {control.ranks}, and growing it takes every rank of the world; pass a larger heap_bytes to "
                 "fluxlike.init, set FLUXLIKE_HEAP_BYTES, or close contexts"
             )
@@ -94,6 +94,16 @@ class SymmetricHeap:
     def free(self, block: Block) -> None:
         """Give a block back. The caller has made sure that no rank of its group uses it any more."""
         self._free[block.segment_index] = give(self._free[block.segment_index], block.offset, block.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank in all segments."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of them that belong to a block."""
+        return self.nbytes - sum(size for free in self._free for _, size in free)
 
     def dead_ranks(self) -> list[int]:
         return self.segments[0].dead_ranks()

@@ -78,6 +78,23 @@ def indivisible(op: str, shape: Shape, ranks: int) -> str | None:
     return f"R={ranks} does not divide {' and '.join(bad)}" if bad else None
 
 
+def sane_error(dtype: torch.dtype, ranks: int, k: int) -> float:
+    """What torch itself must keep to: it rounds at each step of its ring and may split K."""
+    return torch.finfo(dtype).eps * math.sqrt(ranks) + _sums(k)
+
+
+def allowed_error(torch_error: float, dtype: torch.dtype, ranks: int, k: int) -> float:
+    """The root mean square error that a result may have: `TOLERANCE` times torch's, or that of the roundings if it is larger.
+
+    One rounding of the result costs about 0.2 of eps; the fp32 sums of K terms, up to √K of theirs.
+    """
+    return TOLERANCE * max(min(torch_error, sane_error(dtype, ranks, k)), (torch.finfo(dtype).eps + _sums(k)) / 4)
+
+
+def _sums(k: int) -> float:
+    return torch.finfo(torch.float32).eps * math.sqrt(k)
+
+
 class Problem(ABC):
     """One shape on this rank: operands, buffers, the ways to compute it, and the truth on a sample of the result."""
 
@@ -134,20 +151,14 @@ class Problem(ABC):
         self.torch_error = error
 
     def judge(self, method: str, result: torch.Tensor) -> tuple[float, float]:
-        """(error, allowed error) on this rank, as shares of the true values' size; NaN is never allowed.
-
-        One rounding of the result costs about 0.2 of eps; the fp32 sums of K terms, up to √K of theirs. torch rounds at each
-        step of its ring and may split K, hence the wider bound that torch itself must keep to.
-        """
+        """(error, allowed error) on this rank, as shares of the true values' size; NaN is never allowed."""
         got, truth = self.sample(method, result)
         size = truth.square().mean().sqrt().item()
         error = (got - truth).square().mean().sqrt().item() / size
-        sums = torch.finfo(torch.float32).eps * math.sqrt(self.shape.k)
-        eps = torch.finfo(self.dtype).eps
-        sane = eps * math.sqrt(self.peers.size) + sums
+        ranks, k = self.peers.size, self.shape.k
         if method in ("torch", "gemm"):
-            return error, sane
-        return error, TOLERANCE * max(min(self.torch_error, sane), (eps + sums) / 4)
+            return error, sane_error(self.dtype, ranks, k)
+        return error, allowed_error(self.torch_error, self.dtype, ranks, k)
 
 
 class GemmRS(Problem):

@@ -312,7 +312,7 @@ def _commit() -> str | None:
     return f"{commit} with changes" if commit and changed else commit
 
 
-def environment(arguments: Iterable[str]) -> dict[str, Any]:
+def environment(arguments: Iterable[str], tool: str = "bench") -> dict[str, Any]:
     """Everything without which a figure is not a figure. Variables whose value is a path are left out."""
     import torch
 
@@ -326,7 +326,7 @@ def environment(arguments: Iterable[str]) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "fluxlike": __version__,
         "commit": _commit(),
-        "command": shlex.join(["python", "-m", "fluxlike", "bench", *arguments]),
+        "command": shlex.join(["python", "-m", "fluxlike", tool, *arguments]),
         "python": platform.python_version(),
         "versions": versions,
         "gpu": torch.cuda.get_device_name() if cuda else None,
