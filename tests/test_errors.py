@@ -11,6 +11,7 @@ from cases import AGCase, RSCase
 from ranks import device, run_fresh, run_ranks
 
 import fluxlike
+from fluxlike.ops import tiling
 from fluxlike.runtime import env
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -160,6 +161,8 @@ def bad_contexts(group):
                 sizes = [16, 16, 16]
                 sizes[place] = value
                 refuses(partial(make, *sizes, F32, group), ValueError, f"{name}={value!r}", "whole number above 0")
+            sizes[place] = tiling.MAX_SIZE + 1
+            refuses(partial(make, *sizes, F32, group), ValueError, f"{name}={2**31 - 2**16 + 1}", "more than", "split")
         refuses(partial(make, 16, 16, 16, torch.float64, group), ValueError, "torch.float64", "torch.bfloat16")
         refuses(partial(make, 16, 16, 16, "bf16", group), ValueError, "bf16", "torch.bfloat16")
         refuses(partial(make, 16, 16, 16, F32, group, "fast"), ValueError, "'fast'", "'copy_engine'", "'in_kernel'")
