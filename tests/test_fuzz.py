@@ -5,11 +5,13 @@ The same examples on every run. ``FLUXLIKE_TEST_FUZZ=5000`` hunts: so many examp
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import poison
 from fuzz_calls import AG_FAULTS, FAULTS, LIMIT, OPERAND_FAULTS, RS_FAULTS, Call, Layout, calls
 from hypothesis import HealthCheck, Phase, given, settings
 from ranks import TORCHRUN, device, run_ranks
@@ -41,15 +43,15 @@ def context(group, op: str, schedule: str, dtype: torch.dtype):
     """One context a kind for all examples: what a call leaves behind is found by the next."""
     key = (op, schedule, dtype, tuple(dist.get_process_group_ranks(group)))
     if key not in _contexts:
-        if op == "gemm_rs":
-            ctx = fluxlike.create_gemm_rs_context(LIMIT, LIMIT, dtype=dtype, group=group, schedule=schedule)
-        else:
-            ctx = fluxlike.create_ag_gemm_context(LIMIT, LIMIT, LIMIT, dtype, group, schedule)
-        ctx.data.fill_(float("nan"))
-        ctx.check()
-        dist.barrier(group)
-        _contexts[key] = ctx
+        _contexts[key] = make_context(group, op, schedule, dtype)
+        poison(_contexts[key], group)
     return _contexts[key]
+
+
+def make_context(group, op: str, schedule: str | None, dtype: torch.dtype):
+    if op == "gemm_rs":
+        return fluxlike.create_gemm_rs_context(LIMIT, LIMIT, dtype=dtype, group=group, schedule=schedule)
+    return fluxlike.create_ag_gemm_context(LIMIT, LIMIT, LIMIT, dtype, group, schedule)
 
 
 def arguments(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
@@ -82,6 +84,7 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 def gives_the_result(group, call: Call) -> None:
     rank = dist.get_rank(group)
+    expected = call.expected(rank)
     for where in (fluxlike, fluxlike.reference):
         args, how = arguments(call, group)
         before = [t.clone() for t in (args[0], *call.weights(rank))]
@@ -96,7 +99,6 @@ def gives_the_result(group, call: Call) -> None:
             results = result if call.as_list else [result]
             if gathered is not None:
                 equal(gathered, call.whole(), f"gathered, {what}")
-        expected = call.expected(rank)
         assert len(results) == len(expected), what
         for i, (y, right) in enumerate(zip(results, expected, strict=True)):
             assert y.dtype == call.torch_dtype and y.device == device() and y.is_contiguous(), what
@@ -114,7 +116,7 @@ def right(group, call: Call) -> None:
         raise
 
 
-@fuzz(150)
+@fuzz(120)
 @given(call=calls(faulty=False))
 def test_right_calls(call):
     run_ranks(right, call.world, call=call)
@@ -144,7 +146,7 @@ def broken(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
         case "more biases than weights":
             how["bias"] = [None] * (len(weights) + 1)
         case "m does not fit":
-            how["m"] = rows * size + size + call.place
+            how["m"] = (rows + 1 + call.place) * size
         case "m is negative":
             how["m"] = -1
         case "m is a float":
@@ -284,7 +286,45 @@ def refused(group, call: Call) -> None:
     gives_the_result(group, good)
 
 
-@fuzz(150)
+@fuzz(100)
 @given(call=calls(faulty=True))
 def test_bad_calls(call):
     run_ranks(refused, call.world, call=call)
+
+
+def one_bad_rank(group, call: Call, guilty: int) -> None:
+    """The bad input is refused where it is; the others wait in vain, which ends, and new contexts work."""
+    rank = dist.get_rank(group)
+    broken_args, broken_how = broken(call, group)
+    args, how = arguments(call, group)
+    os.environ["FLUXLIKE_TIMEOUT_S"], before = "2", os.environ["FLUXLIKE_TIMEOUT_S"]
+    try:
+        ctx = make_context(group, call.op, call.schedule, call.torch_dtype)
+        if rank == guilty:
+            broken_args[2] = ctx
+            with pytest.raises(ValueError, match=f"^{call.op}: "):
+                getattr(fluxlike, call.op)(*broken_args, **broken_how)
+        else:
+            args[2] = ctx
+            with pytest.raises(fluxlike.PeerTimeout, match=f"^{call.op}: rank .*Close the context and make a new one"):
+                getattr(fluxlike, call.op)(*args, **how)
+                ctx.check()
+        ctx.close()
+    finally:
+        os.environ["FLUXLIKE_TIMEOUT_S"] = before
+    gives_the_result(group, replace(call, fault=""))
+
+
+@pytest.mark.parametrize(
+    ("op", "schedule", "fault", "guilty"),
+    (
+        ("gemm_rs", "copy_engine", "out is weight", 0),
+        ("ag_gemm", "copy_engine", "weight has another K", 2),
+        ("ag_gemm", "in_kernel", "x is transposed", 1),
+    ),
+)
+def test_a_bad_call_on_one_rank(op, schedule, fault, guilty):
+    call = Call(
+        op, 3, schedule, "float32", 12, (10,) * 3, (8,) * 3, 1, (Layout(),) * 3, (Layout(),), (True,), fault=fault,
+    )  # fmt: skip
+    run_ranks(one_bad_rank, 3, call=call, guilty=guilty)
