@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from cases import SCHEDULES
 from fuzz_calls import product
-from ranks import TORCHRUN, ints, rows_slice, run_ranks
+from ranks import ints, rows_slice, run_ranks
 
 import fluxlike
 from fluxlike.ops import tiling
 from fluxlike.runtime import cuda
 
-pytestmark = pytest.mark.skipif(TORCHRUN, reason="the GPU's own test of large tensors is in test_cuda.py")
 #: Fits 32 bits, twice it does not. TMA takes the first, pointers the second.
 PITCHES = (2**30 + 64, 2**30 + 63)
 
