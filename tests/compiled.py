@@ -22,6 +22,7 @@ _BITS = {"bf16": 16, "fp16": 16, "fp32": 32}
 @dataclass(frozen=True)
 class Compiled:
     ptx: str
+    ttir: str
     ttgir: str
     shared: int
     registers: int
@@ -44,7 +45,7 @@ def compile_kernel(kernel, signature: dict, constants: dict, capability: int, ti
         file.flush()
         usage = subprocess.run([_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf"{word}:(\d+)", usage).group(1)) for word in ("REG", "STACK"))
-    return Compiled(built.asm["ptx"], built.asm["ttgir"], built.metadata.shared, registers, stack)
+    return Compiled(built.asm["ptx"], built.asm["ttir"], built.asm["ttgir"], built.metadata.shared, registers, stack)
 
 
 def pipelines(kernel: Compiled, tile: Tiling, buffers: int) -> int:
@@ -114,6 +115,39 @@ def ag_collect(tile: Tiling, transport: str = "copy_engine", dtype: str = "bf16"
         COPY_ENGINE=transport == "copy_engine", VEC=choices.get("vec", True),
     )  # fmt: skip
     return compile_kernel(ag_collect_kernel, signature, constants, capability, tile)
+
+
+#: Arguments that are the distance between two rows, or two slot sets: elements, so a product with an index needs 64 bits.
+_PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
+_PASS = ("extsi", "splat", "broadcast", "expand_dims", "muli", "addi", "subi", "minsi", "maxsi", "select")
+
+
+def narrow_offsets(ttir: str) -> list[str]:
+    """Products of a pitch and an index that are made in 32 bits, so that a matrix of 2**31 elements breaks them.
+
+    Not counted: a pitch times a constant (a rounding) or a 0 or 1 (has_bias), a pitch divided (a number of tiles).
+    """
+    arguments = dict(re.findall(r"%(\w+): (i32|i64|!tt)", ttir.split("tt.func public", 1)[1].split("{\n", 1)[0]))
+    pitches = {f"%{name}" for name in _PITCHES if name in arguments}
+    assert {"%K", "%ld"} & pitches, f"no pitch among {list(arguments)}"
+    constants = dict(re.findall(r"(%\w+) = arith\.constant (\S+)", ttir))
+    found = []
+    for line in ttir.splitlines():
+        parsed = re.match(r"\s*(%\w+) = \w+\.(\w+) (.*?) : (.*?)(?: loc\(|$)", line)
+        if parsed is None:
+            continue
+        result, operation, text, kind = parsed.groups()
+        used = re.findall(r"%\w+", text)
+        mine = [name for name in used if name in pitches]
+        others = [name for name in used if name not in mine and name not in constants and name != "%has_bias"]
+        if not mine:
+            continue
+        products = operation == "muli" and kind.endswith(("i32", "i32>")) and (others or len(mine) > 1)
+        if products or operation == "trunci":
+            found.append(line.strip())
+        if operation in _PASS or (operation == "divsi" and constants.get(used[1]) == "16"):
+            pitches.add(result)
+    return found
 
 
 def lint(ptx: str) -> list[str]:

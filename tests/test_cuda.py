@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import SCHEDULES, AGCase, RSCase, same
-from ranks import device, rows_slice, run_ranks
+from ranks import device, ints, rows_slice, run_ranks
 
 import fluxlike
 
@@ -173,3 +173,76 @@ def absent_rank(group, schedule, op):
 @pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
 def test_absent_rank(op, schedule):
     run_ranks(absent_rank, 2, schedule=schedule, op=op)
+
+
+def large(group, op, schedule, m, n, k):
+    """Sampled rows against float64, where x, the gathered input, the slots or the result hold more than 2**31 elements."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = rows_slice(m, size, rank)
+    generator = torch.Generator(device()).manual_seed(rank)
+    rows = m if op == "gemm_rs" else mine.stop - mine.start
+    x = torch.randint(-1, 2, (rows, k), generator=generator, device=device(), dtype=torch.int8).to(torch.bfloat16)
+    # so few entries that no sum over K and the ranks leaves ±256, where bfloat16 is exact
+    w = ints((n, k), torch.bfloat16, rank, density=min(1.0, 64 / k)).to(device())
+    sampled = torch.randint(0, m, (256,), generator=torch.Generator().manual_seed(1))
+    sampled[:size], sampled[size : 2 * size] = (torch.arange(size) * m // size), m - 1 - torch.arange(size)
+    owned = torch.tensor([i for i, row in enumerate(sampled.tolist()) if mine.start <= row < mine.stop], device=device())
+    at = sampled.to(device())
+    if op == "gemm_rs":
+        expected = x[at].double() @ w.double().T
+        dist.all_reduce(expected, group=group)
+        with fluxlike.create_gemm_rs_context(m, n, group=group, schedule=schedule) as ctx:
+            results = [(fluxlike.gemm_rs(x, w, ctx)[at[owned] - mine.start], expected[owned])]
+            assert x.numel() > 2**31 or ctx.set_elements > 2**31
+            ctx.check()
+    else:
+        whole = torch.zeros(len(sampled), k, dtype=torch.float64, device=device())
+        whole[owned] = x[at[owned] - mine.start].double()
+        dist.all_reduce(whole, group=group)
+        with fluxlike.create_ag_gemm_context(m, n, k, group=group, schedule=schedule) as ctx:
+            z, gathered = fluxlike.ag_gemm(x, w, ctx, m=m, return_gathered=True)
+            assert gathered.numel() > 2**31 or z.numel() > 2**31
+            results = [(z[at], whole @ w.double().T), (gathered[at], whole)]
+            ctx.check()
+    assert ctx.last_path == f"{schedule}/tma"
+    for got, right in results:
+        assert right.abs().max() <= 256
+        same(got, right.cpu(), f"{op} {schedule} {m, n, k}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize(("m", "n", "k"), ((1_048_639, 64, 2112), (65_600, 32_801, 64)))
+def test_more_than_2_to_the_31_elements(op, schedule, m, n, k):
+    # the whole world: only that may grow the heap, here to 9 GiB a context; at most about 40 GiB of a GPU are used
+    run_ranks(large, int(os.environ["WORLD_SIZE"]), op=op, schedule=schedule, m=m, n=n, k=k)
+
+
+def rows_that_overlap(group, schedule):
+    """Expanded rows, and windows over one row: TMA and the 2D copy take neither, the call does."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    m, n, k = 256 * size, 128, 128
+    memory = ints((1, 2 * m + k), torch.bfloat16, rank, density=0.5).to(device())
+    rs, ag = contexts(group, schedule, m, n, k)
+    w = ints((n, k), torch.bfloat16, 9).to(device())
+    for step in (0, 2):
+        x = memory.as_strided((m, k), (step, 1))
+        case = RSCase(m, n, [k] * size, torch.bfloat16, 1)
+        other, v, _ = case.inputs(rank)
+        for left, right in ((x, v), (other, memory.as_strided((n, k), (step, 1)))):
+            expected = left.double() @ right.double().T
+            dist.all_reduce(expected, group=group)
+            same(fluxlike.gemm_rs(left, right, rs), expected[rows_slice(m, size, rank)].cpu(), f"gemm_rs step {step}")
+        shard = x[: m // size]
+        parts = [torch.empty(m // size, k, dtype=torch.bfloat16, device=device()) for _ in range(size)]
+        dist.all_gather(parts, shard.contiguous(), group=group)
+        z, gathered = fluxlike.ag_gemm(shard, w, ag, return_gathered=True)
+        same(gathered, torch.cat(parts).double().cpu(), f"gathered step {step}")
+        same(z, (torch.cat(parts).double() @ w.double().T).cpu(), f"ag_gemm step {step}")
+    rs.close()
+    ag.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_that_overlap(schedule):
+    run_ranks(rows_that_overlap, 2, schedule=schedule)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase
-from ranks import device, run_fresh, run_ranks
+from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
+from fluxlike.ops import tiling
 from fluxlike.runtime import env
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -160,6 +161,8 @@ def bad_contexts(group):
                 sizes = [16, 16, 16]
                 sizes[place] = value
                 refuses(partial(make, *sizes, F32, group), ValueError, f"{name}={value!r}", "whole number above 0")
+            sizes[place] = tiling.MAX_SIZE + 1
+            refuses(partial(make, *sizes, F32, group), ValueError, f"{name}={2**31 - 2**16 + 1}", "more than", "split")
         refuses(partial(make, 16, 16, 16, torch.float64, group), ValueError, "torch.float64", "torch.bfloat16")
         refuses(partial(make, 16, 16, 16, "bf16", group), ValueError, "bf16", "torch.bfloat16")
         refuses(partial(make, 16, 16, 16, F32, group, "fast"), ValueError, "'fast'", "'copy_engine'", "'in_kernel'")
@@ -170,6 +173,20 @@ def bad_contexts(group):
 
 def test_bad_arguments_of_a_context():
     run_ranks(bad_contexts, 2)
+
+
+def more_than_the_machine_has(group):
+    """Refused before a page is taken: the kernel would end ranks rather than refuse the last one."""
+    for make in MAKERS:
+        refuses(partial(make, 2**30, 2**30, 2**30, F32, group), RuntimeError, "MiB", "heap_bytes", "ranks need", "free memory")
+    w = here(1, 1).expand(2**20, 1)
+    refuses(lambda: fluxlike.gemm_rs(here(1, 1).expand(2**28, 1), w, group=group), RuntimeError, "heap_bytes", "free memory")
+    works(group)
+
+
+@pytest.mark.skipif(TORCHRUN, reason="NVSHMEM's own limit is not known")
+def test_a_heap_larger_than_the_machine():
+    run_ranks(more_than_the_machine_has, 4)
 
 
 def disagreement(group):

@@ -6,7 +6,10 @@ A Triton release may lose the software pipeline, drop an atomic or spill without
 import compiled
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from fluxlike.kernels.blocks import sixteens
 from fluxlike.ops import tiling
 
 LARGE = tiling.choose((9, 0), torch.bfloat16, 2048, 8192)
@@ -62,6 +65,12 @@ def test_what_the_design_needs(op: str, name: str) -> None:
     assert kernel.count(r"atom\S*acq_rel") == 1 + pushed, "the arrival of a program at the end of the call"
 
 
+@pytest.mark.parametrize(("op", "name"), BOTH)
+def test_offsets_are_64_bit(op: str, name: str) -> None:
+    """An operand, or the heap, may hold more than 2**31 elements."""
+    assert compiled.narrow_offsets(BUILDERS[op](**CASES[name]).ttir) == []
+
+
 @pytest.mark.parametrize(("op", "name"), [("gemm_rs", "large-in-kernel"), ("ag_gemm", "large-in-kernel"), ("gemm_rs", "pointer")])
 def test_peers_get_whole_vectors(op: str, name: str) -> None:
     kernel = BUILDERS[op](**CASES[name])
@@ -78,6 +87,7 @@ def test_copy_engine_store_is_drained_before_it_is_counted() -> None:
 def test_collect(transport: str) -> None:
     kernel = compiled.ag_collect(LARGE, transport)
     assert compiled.lint(kernel.ptx) == []
+    assert compiled.narrow_offsets(kernel.ttir) == []
     assert kernel.stack == 0 and kernel.count(r"st\.global\S*\.v4") > 0
     assert kernel.count(r"(atom|red|st)\.\S*release") == 3 and kernel.count(r"%globaltimer") > 0
 
@@ -109,6 +119,21 @@ TMA = """
 def test_the_lint_itself(ptx: str, problem: str | None) -> None:
     found = compiled.lint(ptx)
     assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
+
+
+@triton.jit
+def _copy_block(x, out, ld, K, WIDE: tl.constexpr):
+    rows = tl.arange(0, 16)[:, None]
+    at = rows.to(tl.int64) * ld if WIDE else (rows * sixteens(ld)).to(tl.int64)
+    columns = tl.arange(0, 16)[None, :]
+    tl.store(out + at + columns, tl.load(x + at + columns, mask=columns < K))
+
+
+@pytest.mark.parametrize("wide", (True, False))
+def test_a_narrow_offset_would_be_seen(wide: bool) -> None:
+    signature = {"x": "*bf16", "out": "*bf16", "ld": "i32", "K": "i32"}
+    kernel = compiled.compile_kernel(_copy_block, signature, {"WIDE": wide}, 90, POINTER)
+    assert len(compiled.narrow_offsets(kernel.ttir)) == (0 if wide else 1)
 
 
 def test_a_lost_pipeline_would_be_seen() -> None:

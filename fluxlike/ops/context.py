@@ -38,6 +38,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             return ValueError(f"{op}: {name}={value!r} is not a whole number above 0")
+        if value > tiling.MAX_SIZE:
+            return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
     if schedule not in SCHEDULES:
@@ -301,7 +303,7 @@ def kept(
             f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
             "pass a context of fluxlike.create_…_context"
         )
-    wanted = {name: 1 << max(size - 1, 0).bit_length() for name, size in sizes.items()}
+    wanted = {name: min(1 << max(size - 1, 0).bit_length(), tiling.MAX_SIZE) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
         context.close()

@@ -110,7 +110,7 @@ def gemm_rs(
         ctx = kept(GemmRSContext, resolve(group), x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
     validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
     rows = rows_of(m, ctx.size, ctx.rank)
-    y = validate.output("gemm_rs", out, (rows, n), x)
+    y = validate.output("gemm_rs", out, (rows, n), x, weight, bias)
     if m == 0 or n == 0:
         return y
     if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums

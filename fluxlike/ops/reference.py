@@ -29,7 +29,7 @@ def gemm_rs(
     control = resolve(group) if ctx is None else ctx.control
     m, n = x.shape[0], weight.shape[0]
     rows = rows_of(m, control.size, control.rank)
-    y = validate.output("gemm_rs", out, (rows, n), x)
+    y = validate.output("gemm_rs", out, (rows, n), x, weight, bias)
     total = x.float() @ weight.float().T
     dist.all_reduce(total, group=control.group)
     start = control.rank * -(-m // control.size)

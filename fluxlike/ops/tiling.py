@@ -11,6 +11,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 #: Rows of tiles and columns of tiles are never lower or narrower than this; the signal regions are sized by it.
 MIN_TILE = 32
+#: No side of an operand may be longer: kernels count rows, columns and what they round up to in 32 bits.
+MAX_SIZE = 2**31 - 2**16
+#: Bytes from row to row that a TMA descriptor cannot hold any more.
+MAX_TMA_PITCH = 2**40
 #: At most so many sub-chunks a chunk.
 MAX_SUBS = 4
 #: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
@@ -86,8 +90,12 @@ def pitch(rows: torch.Tensor) -> int:
 
 
 def is_tma_aligned(t: torch.Tensor) -> bool:
-    """A TMA descriptor can address it: base and pitch are multiples of 16 bytes, no side is empty."""
-    return t.numel() > 0 and t.data_ptr() % 16 == 0 and (pitch(stored(t)[0]) * t.element_size()) % 16 == 0
+    """A TMA descriptor can address it: base and pitch are multiples of 16 bytes, rows do not overlap, no side is empty."""
+    if t.numel() == 0 or t.data_ptr() % 16 != 0:
+        return False
+    rows = stored(t)[0]
+    step = pitch(rows)
+    return (step * t.element_size()) % 16 == 0 and rows.shape[1] <= step < MAX_TMA_PITCH // t.element_size()
 
 
 def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:

@@ -33,25 +33,24 @@ def gathered_operands(
         operands("ag_gemm", x_shard, w, b)
     rows, ranks = x_shard.shape[0], control.size
     m = rows * ranks if m is None else m
+    if not isinstance(m, int) or isinstance(m, bool):
+        raise ValueError(f"ag_gemm: m={m!r} is not a whole number; pass the rows of all ranks, or leave it out if all have as many")
     if m < 0 or rows_of(m, ranks, control.rank) != rows:
         raise ValueError(
             f"ag_gemm: this rank holds {rows} of m={m} rows, and torch.chunk gives rank {control.rank} of {ranks} "
             f"{rows_of(max(m, 0), ranks, control.rank)}; split the rows as torch.chunk does and pass m, the rows of all ranks"
         )
+    countable("ag_gemm", "M", m)
     return weights, biases, m
 
 
 def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """x [M, K], weight [N, K], bias [N]: dtypes, devices, shapes and strides."""
     device = world.current().device
-    for name, t, dims in (("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)):
-        if t is None and name == "bias":
-            continue
-        if not isinstance(t, torch.Tensor) or t.dim() != dims:
-            shape = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
-            raise ValueError(f"{op}: {name} is {shape}, it must be a tensor of {dims} dimensions; use .reshape or .flatten")
-        if t.device != device:
-            raise ValueError(f"{op}: {name} is on {t.device}, this rank's heap is on {device}; use {name}.to({str(device)!r})")
+    readable(op, "x", x, 2, device)
+    readable(op, "weight", weight, 2, device)
+    if bias is not None:
+        readable(op, "bias", bias, 1, device)
     if x.dtype not in DTYPES:
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.bfloat16)")
     for name, t in (("weight", weight), ("bias", bias)):
@@ -73,6 +72,34 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
             f"{op}: weight has strides {weight.stride()}, it must be row-major or the transposed view of a row-major tensor; use "
             "weight.contiguous()"
         )
+    for name, size in (("M", x.shape[0]), ("N", weight.shape[0]), ("K", x.shape[1])):
+        countable(op, name, size)
+
+
+def readable(op: str, name: str, t: Any, dims: int, device: torch.device) -> None:
+    """t is a tensor of ``dims`` dimensions whose elements lie in this device's memory as its strides say."""
+    if not isinstance(t, torch.Tensor) or t.dim() != dims:
+        shape = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+        raise ValueError(f"{op}: {name} is {shape}, it must be a tensor of {dims} dimensions; use .reshape or .flatten")
+    if t.device != device:
+        raise ValueError(f"{op}: {name} is on {t.device}, this rank's heap is on {device}; use {name}.to({str(device)!r})")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} has layout {t.layout}, it must be dense (torch.strided); use {name}.to_dense()")
+    if t.is_neg():
+        raise ValueError(f"{op}: {name} is a lazily negated view, whose memory has the other sign; use {name}.resolve_neg()")
+    if t.data_ptr() == 0 and t.numel():
+        raise ValueError(
+            f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
+            f"DTensor {name}.to_local()"
+        )
+
+
+def countable(op: str, name: str, size: int) -> None:
+    """A size that the kernels' 32-bit arithmetic holds."""
+    if size > tiling.MAX_SIZE:
+        raise ValueError(
+            f"{op}: {name}={size} is more than {tiling.MAX_SIZE}, up to which kernels count; split the call along {name}"
+        )
 
 
 def call(op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
@@ -92,13 +119,35 @@ def call(op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor
             )
 
 
-def output(op: str, out: torch.Tensor | None, shape: tuple[int, int], like: torch.Tensor) -> torch.Tensor:
-    """``out`` checked, or a new tensor."""
+def output(
+    op: str, out: Any, shape: tuple[int, int], x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``out`` checked, or a new tensor like x."""
     if out is None:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device or not out.is_contiguous():
+        return torch.empty(shape, dtype=x.dtype, device=x.device)
+    readable(op, "out", out, 2, x.device)
+    if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
         raise ValueError(
-            f"{op}: out is {tuple(out.shape)} {out.dtype} on {out.device} with strides {out.stride()}, it must be {shape} "
-            f"{like.dtype} on {like.device}, row-major; leave it out to get a new tensor"
+            f"{op}: out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}, it must be {shape} {x.dtype}, row-major; "
+            "leave it out to get a new tensor"
         )
+    if out.requires_grad:
+        raise ValueError(f"{op}: out has requires_grad, and what is written into it has no gradient; use out.detach()")
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is not None and overlaps(out, t):
+            raise ValueError(f"{op}: out overlaps {name} in memory, and is written while {name} is read; give it memory of its own")
     return out
+
+
+def overlaps(dense: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether a contiguous tensor has a byte in common with a matrix, or vector, that `operands` lets pass."""
+    if dense.numel() == 0 or t.numel() == 0:
+        return False
+    rows = t[None] if t.dim() == 1 else tiling.stored(t)[0]
+    step = rows.stride(0) * t.element_size() if rows.shape[0] > 1 else 0
+    width = ((rows.shape[1] - 1) * rows.stride(1) + 1) * t.element_size()
+    start = dense.data_ptr() - t.data_ptr()
+    end = start + dense.numel() * dense.element_size()
+    # the first row that ends behind the start of the dense one
+    first = max(0, (start - width) // step + 1) if step else 0
+    return first < rows.shape[0] and first * step < end and start < first * step + width

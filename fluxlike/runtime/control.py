@@ -6,15 +6,15 @@ without ``torch.distributed.new_group``: that is collective over the whole world
 each rank has made, which differs between ranks of overlapping groups.
 """
 
-import pickle
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import env
+from . import env, wire
 from .errors import PeerTimeout
 
 #: How often these ranks have made connections: the same number on all of them, so part of a name they agree on.
@@ -56,17 +56,9 @@ class ControlGroup:
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's ``value`` (picklable), in group order. PeerTimeout if a rank does not come."""
-        known = None if observer is None else observer.publish()
-        mine = torch.frombuffer(bytearray(pickle.dumps((what, value, known))), dtype=torch.uint8)
-        try:
-            sizes = [int(size) for size in self._all_gather(torch.tensor([len(mine)]))]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
-            padded[: len(mine)] = mine
-            parts = self._all_gather(padded)
-        except RuntimeError as error:
-            raise self._nobody(what, error) from error
-        said = [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+        """Every rank's ``value`` as `wire` has it, in group order. PeerTimeout if a rank does not come."""
+        known = None if observer is None else observer.publish().tolist()
+        said = wire.exchange((what, value, known), self.ranks, partial(self._all_gather, what))
         for index, (theirs, _, _) in enumerate(said):
             if theirs != what:
                 raise RuntimeError(
@@ -77,14 +69,17 @@ class ControlGroup:
             observer.learn([clock for _, _, clock in said])
         return [value for _, value, _ in said]
 
-    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        self._gloo.allgather([parts], [mine]).wait()
+        try:
+            self._gloo.allgather([parts], [mine]).wait()
+        except RuntimeError as error:
+            raise self._nobody(what, error) from error
         return parts
 
     def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:
         """Raise on all ranks together if one has an ``error`` or if the ranks' ``arguments`` differ."""
-        said = self.gather((arguments, None if error is None else (type(error).__name__, str(error))), what)
+        said = self.gather((repr(arguments), None if error is None else (type(error).__name__, str(error))), what)
         for index, (_, failure) in enumerate(said):
             if failure is None:
                 continue

@@ -10,6 +10,9 @@ from . import env, nvshmem
 from .control import ControlGroup
 from .heap import Segment
 
+#: Bytes from row to row that a 2D copy takes (CU_DEVICE_ATTRIBUTE_MAX_PITCH on every GPU so far).
+MAX_PITCH = 2**31 - 1
+
 
 def _driver() -> Any:
     from cuda.bindings import driver
@@ -80,8 +83,13 @@ class CudaCopyEngine:
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         """Copy ``rows`` rows of ``width`` bytes."""
         self._flush()
-        if pitch_to == pitch_source == width or rows == 1:
-            _check(self._cu.cuMemcpyAsync(to, source, width * rows, self._raw), "cuMemcpyAsync")
+        if pitch_to == pitch_source == width:
+            width, rows = width * rows, 1
+        if rows == 1 or pitch_source < width or max(pitch_to, pitch_source) > MAX_PITCH:
+            # row by row what a 2D copy refuses: rows that overlap, as of an expanded tensor, and rows too far apart
+            for row in range(rows):
+                to_row, source_row = to + row * pitch_to, source + row * pitch_source
+                _check(self._cu.cuMemcpyAsync(to_row, source_row, width, self._raw), "cuMemcpyAsync")
             return
         copy = self._cu.CUDA_MEMCPY2D()
         copy.srcMemoryType = copy.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED

@@ -7,6 +7,7 @@ segment belongs to the world and `heap.SymmetricHeap` cuts contexts out of it.
 
 import os
 
+import numpy as np
 import torch
 
 from .control import ControlGroup
@@ -39,7 +40,9 @@ def start(device: torch.device, control: ControlGroup) -> None:
         os.environ.setdefault(name, value)
     cuda_device = Device(device.index)
     cuda_device.set_current()
-    unique = control.gather(nvshmem.get_unique_id() if control.rank == 0 else None, "starting NVSHMEM")[0]
+    unique = nvshmem.get_unique_id(empty=control.rank != 0)
+    raw = unique._data.view(np.uint8)  # of numpy; what it holds travels as numbers
+    raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
     nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
 
 

@@ -145,11 +145,11 @@ class Checker:
         self._tick(self.host)
         return known
 
-    def learn(self, clocks: list[np.ndarray | None]) -> None:
+    def learn(self, clocks: list[list[int] | None]) -> None:
         """What the host threads of an agreement knew."""
         for clock in clocks:
             if clock is not None and len(clock) == self.threads:
-                np.maximum(self.host.clock, clock, out=self.host.clock)
+                np.maximum(self.host.clock, np.array(clock, self.host.clock.dtype), out=self.host.clock)
 
     def queued(self) -> np.ndarray:
         """What a job of the copy engine may rely on: the host's past."""

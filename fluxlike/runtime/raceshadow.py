@@ -24,6 +24,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from . import memfd
 from .control import ControlGroup
 
 GRANULE = 2
@@ -45,8 +46,7 @@ def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int
     fd, error = -1, None
     if control.rank == 0:
         try:
-            fd = os.memfd_create("fluxlike-racecheck", os.MFD_CLOEXEC)
-            os.ftruncate(fd, nbytes)
+            fd = memfd.make("fluxlike-racecheck", nbytes, reserve=False)
         except OSError as problem:
             error = RuntimeError(f"the race checker cannot make its shared memory ({problem})")
     control.agree(what, nbytes, error)
@@ -54,7 +54,7 @@ def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int
     memory = None
     try:
         if control.rank != 0:
-            fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            fd = memfd.open_peer(pid, number, nbytes)
         memory = mmap.mmap(fd, nbytes)
     except OSError as problem:
         error = RuntimeError(f"the race checker cannot map its shared memory ({problem}); all ranks must run on one host")

@@ -3,7 +3,7 @@
 Each rank makes an anonymous file in memory (memfd) and its peers map it through /proc/<pid>/fd/<n>. The file has no name,
 so nothing is left behind when a rank is killed at any moment, it is not bound by the size of /dev/shm (64 MB in a default
 container), and stale files of a dead run cannot exist. ``posix_fallocate`` reserves the pages at once: a machine without
-the memory says so here and not with a SIGBUS inside a kernel.
+the memory says so here and not with a SIGBUS inside a kernel. Who may reach it: `memfd`.
 """
 
 import mmap
@@ -12,6 +12,7 @@ import os
 import numpy as np
 import torch
 
+from . import memfd
 from .control import ControlGroup
 
 DEFAULT_BYTES = 64 << 20
@@ -23,43 +24,44 @@ class ShmSegment:
     def __init__(self, nbytes: int, control: ControlGroup) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._pids: list[int] = []
+        # before any rank reserves: the kernel ends processes rather than refuse the last page
+        control.agree("room for the shared-memory heap", self.nbytes, self._no_room(control.size))
         fd, error = -1, None
         try:
-            fd = self._reserve()
+            fd = memfd.make("fluxlike-heap", self.nbytes, reserve=True)
         except OSError as problem:
-            error = RuntimeError(
-                f"cannot reserve {self.nbytes >> 20} MiB of shared memory for the symmetric heap ({problem}); free memory, or "
-                "pass a smaller heap_bytes to fluxlike.init"
-            )
+            error = self._cannot_reserve(str(problem))
         control.agree("making the shared-memory heap", self.nbytes, error)
         opened = control.gather((os.getpid(), fd), "sharing the heap")
         self._pids = [pid for pid, _ in opened]
-        self._maps: list[mmap.mmap] = []
+        self._views: list[torch.Tensor] = []
         try:
             for index, (pid, number) in enumerate(opened):
-                theirs = fd if index == control.rank else os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-                self._maps.append(mmap.mmap(theirs, self.nbytes))
+                theirs = fd if index == control.rank else memfd.open_peer(pid, number, self.nbytes)
+                self._views.append(memfd.mapped(theirs, self.nbytes))
                 if theirs != fd:
                     os.close(theirs)
-        except OSError as problem:
+        except (OSError, RuntimeError) as problem:
             error = RuntimeError(
                 f"cannot map the heap of another rank ({problem}); all ranks must run on one host, as one user, in one process "
                 "namespace with /proc"
             )
         control.agree("mapping the shared-memory heap", self.nbytes, error)
         os.close(fd)
-        self._views = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
         self.local = self._views[control.rank]
         self.addresses = [view.data_ptr() for view in self._views]
 
-    def _reserve(self) -> int:
-        fd = os.memfd_create("fluxlike-heap", os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(fd, 0, self.nbytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+    def _no_room(self, ranks: int) -> RuntimeError | None:
+        need, room = self.nbytes * ranks, memfd.room()
+        if need <= room:
+            return None
+        return self._cannot_reserve(f"{ranks} ranks need {need >> 20} MiB and this machine has {room >> 20} MiB left")
+
+    def _cannot_reserve(self, why: str) -> RuntimeError:
+        return RuntimeError(
+            f"cannot reserve {self.nbytes >> 20} MiB of shared memory for the symmetric heap ({why}); free memory, or pass a "
+            "smaller heap_bytes to fluxlike.init"
+        )
 
     def view(self, index: int) -> torch.Tensor:
         """All bytes of the segment of rank ``index`` of the world."""
@@ -72,7 +74,6 @@ class ShmSegment:
     def close(self) -> None:
         """Unmap. Views that the caller still holds keep their mapping alive until they go."""
         self._views.clear()
-        self._maps.clear()
         self.local = torch.empty(0, dtype=torch.uint8)
 
 

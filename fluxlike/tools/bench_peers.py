@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime import env
+from ..runtime import env, wire
 
 
 class Failed(Exception):
@@ -34,9 +34,13 @@ class Peers:
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * env.timeout_s() + 60))
 
     def gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        """Every rank's ``value``, plain data as `runtime.wire` has it."""
+        return wire.exchange(value, list(range(self.size)), self._all_gather)
+
+    def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return parts
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)

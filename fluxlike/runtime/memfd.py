@@ -1,0 +1,70 @@
+"""Memory that processes of one user on one host share, without a name: anonymous files (memfd) reached through /proc/<pid>/fd.
+
+Nobody can guess a name, since there is none; opening /proc/<pid>/fd/<n> takes the rights to trace the process, and the file is
+readable and writable for its owner only. It is sealed: no process that maps it can shrink it, which would end the others by SIGBUS.
+"""
+
+import errno
+import fcntl
+import os
+from contextlib import suppress
+
+import torch
+
+MODE = 0o600
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def make(name: str, nbytes: int, reserve: bool) -> int:
+    """A descriptor of ``nbytes`` zeroed bytes; ``reserve``: take the pages now, or OSError. ``name`` is for /proc/<pid>/maps."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, MODE)
+        if reserve:
+            os.posix_fallocate(fd, 0, nbytes)
+        else:
+            os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_peer(pid: int, number: int, nbytes: int) -> int:
+    """A descriptor of what `make` made in another process. OSError if it cannot be had or is something else.
+
+    A process number of another namespace leads to a stranger's descriptor; a file that is not sealed may shrink.
+    """
+    path = f"/proc/{int(pid)}/fd/{int(number)}"
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if found.st_size != nbytes or found.st_uid != os.geteuid() or found.st_mode & 0o777 != MODE or _seals(fd) != _SEALS:
+            raise OSError(errno.EINVAL, "it is not memory that a rank of this job and user made for sharing", path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _seals(fd: int) -> int:
+    with suppress(OSError):  # not a memfd at all
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    return 0
+
+
+def mapped(fd: int, nbytes: int) -> torch.Tensor:
+    """The bytes behind a descriptor, uint8 [nbytes]; they stay mapped as long as the tensor lives, without the descriptor."""
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def room() -> int:
+    """Bytes of memory that this host, or this container, can still give at most."""
+    with open("/proc/meminfo") as file:
+        have = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
+    left = have["MemAvailable"] + have.get("SwapFree", 0)
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError), open(path) as file:  # "max" where there is no limit
+            left = min(left, int(file.read()))
+    return left
