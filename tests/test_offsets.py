@@ -114,6 +114,6 @@ class Driver:
 def test_what_a_copy_of_rows_becomes(asked, calls):
     """CUDA's 2D copy takes neither rows that overlap nor pitches of 2**31 bytes."""
     engine = object.__new__(cuda.CudaCopyEngine)
-    engine._cu, engine._raw = Driver(), 0
+    engine._cu, engine._raw, engine._batch = Driver(), 0, []
     engine.copy(*asked)
     assert engine._cu.calls == calls
