@@ -169,7 +169,7 @@ class Soak:
         with self.machine.stream(0):
             if self.members[signature.place][step.late] == self.rank:
                 self.machine.delay(*step.delay)
-            self.machine.load(step.load)
+            self.machine.work(step.load)
         for turn in range(step.repeats):
             with self.machine.stream(1 + turn % 2 if step.mode == "stream" else 0):
                 if step.mode != "graph":

@@ -32,7 +32,7 @@ class Machine:
         a, b = (torch.randn(n, n, generator=self.generator, device=self.device).to(torch.bfloat16) for _ in range(2))
         return a, b, torch.empty_like(a)
 
-    def load(self, products: int) -> None:
+    def work(self, products: int) -> None:
         """Queue so many large products: the clocks of a GPU that works are lower than those of one that waits."""
         a, b, c = self._load
         for _ in range(products):
@@ -76,7 +76,7 @@ class Gpu(Machine):
         self._last = self._streams[0]
         for index in (1, 2, 0):  # cuBLAS takes memory at its first product on a stream
             with self.stream(index):
-                self.load(1)
+                self.work(1)
         # cycles of torch.cuda._sleep a second
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
