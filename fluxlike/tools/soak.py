@@ -233,7 +233,8 @@ class Soak:
     def agree(self, burst: Burst, over: bool, sample: bool) -> tuple[bool, bool]:
         """Count the burst, tell its failures; what rank 0 says of the time. Collective."""
         self.doing = f"agreeing on {burst.name}"
-        found, self.found = self.found, []
+        found = [(burst.steps.index(step), which, what) for step, which, what in self.found]
+        self.found = []
         said = self.control.gather((found, over, sample), f"soak: {burst.name}")
         self.bursts += 1
         self.remade += burst.remake is not None
@@ -243,8 +244,8 @@ class Soak:
             self.calls[step.signature.op, step.signature.schedule, step.mode] += step.calls
         wrong: dict[tuple[Step, str], dict[int, str]] = {}
         for rank, (theirs, _, _) in enumerate(said):
-            for step, which, what in theirs:
-                wrong.setdefault((step, which), {})[rank] = what
+            for place, which, what in theirs:
+                wrong.setdefault((burst.steps[place], which), {})[rank] = what
         for (step, which), ranks in wrong.items():
             failure = {"burst": burst.name, "step": asdict(step), "which": which, "ranks": ranks, "again": self.again(step)}
             self.failures.append(failure)
