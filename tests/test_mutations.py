@@ -42,7 +42,7 @@ def wait_credits(ctl, slot, rank, R: tl.constexpr):
 
 
 @triton.jit
-def reset(words, count):
+def reset(full, slot, R: tl.constexpr):
     pass
 
 

@@ -5,6 +5,8 @@ plain-torch reference of the package is held to the same values. The slots on th
 that reading what nobody wrote shows. Each body makes many calls, because starting one costs more than the call.
 """
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -57,6 +59,35 @@ def rs_uneven_k(group, dtype):
 @pytest.mark.parametrize("world", WORLDS)
 def test_gemm_rs_with_another_k_on_each_rank(world, dtype):
     run_ranks(rs_uneven_k, world, dtype=dtype)
+
+
+def rs_changing_sub_chunks(group, turns):
+    """Calls that cut their chunks differently overlap in time: each rank is late in turn, nobody waits in between."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    before = gemm_rs._subs
+    how = interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=2e-3)
+    previous = interpreter.configure(how)
+    try:
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, group=group, schedule="copy_engine") as ctx:
+            poison(ctx, group)
+            cases = [RSCase(256 - turn, 64, [16] * size, torch.bfloat16, turn) for turn in range(turns)]
+            inputs = [case.inputs(rank) for case in cases]
+            results = []
+            for turn, (x, w, _) in enumerate(inputs):
+                gemm_rs._subs = lambda *sizes, turn=turn: (1, 4, 2, 1, 3)[turn % 5]
+                if turn % size == rank:
+                    time.sleep(0.02)
+                results.append(fluxlike.gemm_rs(x, w, ctx))
+            for turn, (case, y) in enumerate(zip(cases, results, strict=True)):
+                same(y, case.expected(rank), f"turn {turn}")
+    finally:
+        gemm_rs._subs = before
+        interpreter.configure(previous)
+
+
+@pytest.mark.parametrize("world", (2, 3, 4))
+def test_gemm_rs_with_changing_sub_chunks(world):
+    run_ranks(rs_changing_sub_chunks, world, turns=20)
 
 
 def rs_sub_chunks(group, subs):

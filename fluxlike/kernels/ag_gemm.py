@@ -42,7 +42,18 @@ import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import drain_stores, is_interp, tma_acquire, used_rows
-from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, peer_address, publish_set, reset, wait, wait_credits
+from .sync import (
+    EPOCH,
+    WAIT_SHARD,
+    finish,
+    full_flag,
+    is_last_program,
+    peer_address,
+    publish_set,
+    reset,
+    wait,
+    wait_credits,
+)
 from .tiles import dealt, own_tile, remote_tile, turns_before
 
 
@@ -94,10 +105,10 @@ def end_call(
             for step in range(1, R):
                 source = (rank + step) % R
                 for unit in range(S):
-                    flag = full + (slot * R + source) * S + unit
+                    flag = full_flag(full, slot, source, unit, R)
                     valid = M - source * chunk_rows - unit * unit_rows
                     wait(flag, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
-            reset(full + slot * R * S, R * S)
+            reset(full, slot, R)
         finish(ctl, slot, rank, epoch, R)  # (D)
 
 
@@ -109,7 +120,7 @@ def wait_rows(
     """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard."""
     valid = M - source * chunk_rows - tile_m * BM
     if COPY_ENGINE:
-        wait(full + (slot * R + source) * S + unit, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
+        wait(full_flag(full, slot, source, unit, R), tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
     else:
         wait(flags + source * max_flags + tile_m, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
 

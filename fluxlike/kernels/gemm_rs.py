@@ -60,6 +60,7 @@ from .sync import (
     SCRATCH,
     WAIT_PARTIAL,
     finish,
+    full_flag,
     is_last_program,
     peer_address,
     publish_add,
@@ -178,7 +179,7 @@ def gemm_rs_kernel(
         for step in tl.static_range(1, R):  # (B)
             source = (rank + step) % R
             if COPY_ENGINE:
-                signal = full + (slot * R + source) * S + unit
+                signal = full_flag(full, slot, source, unit, R)
                 wait(signal, tl.where(row < rows, 1, 0), ctl, rank, WAIT_PARTIAL, source, R)
             else:
                 signal = flags + source * max_flags + tile_m * tiles_n + tile_n
@@ -203,5 +204,5 @@ def gemm_rs_kernel(
     # ---- the end of the call ----------------------------------------------------------------------------------------
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
-            reset(full + slot * R * S, R * S)
+            reset(full, slot, R)
         finish(ctl, slot, rank, epoch, R)  # (D)

@@ -44,6 +44,10 @@ BASES = tl.constexpr(8)
 ABORT = tl.constexpr(0)
 CONSUMED = tl.constexpr(1)
 
+#: At most so many sub-chunks a chunk, and so the stride of the copy engines' flags: calls that cut their chunks otherwise may
+#: overlap in time, and must agree on which word belongs to which slot set.
+MAX_SUBS = tl.constexpr(4)
+
 # What a wait was waiting for, as it stands in the failure record; `ops.context` has the words for people.
 WAIT_CREDIT = tl.constexpr(1)
 WAIT_PARTIAL = tl.constexpr(2)
@@ -145,10 +149,16 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
-def reset(words, count):
-    """Set ``count`` 32-bit words to 0: the copy engines' flags of a call that has seen all of them; before its credits."""
-    for word in range(count):
-        tl.store(words + word, 0)
+def full_flag(full, slot, source, sub, R: tl.constexpr):
+    """The copy engine's flag, 32 bits, for sub-chunk ``sub`` of ``source`` in a slot set; as `Context.peer_full` on the host."""
+    return full + (slot * R + source) * MAX_SUBS + sub
+
+
+@triton.jit
+def reset(full, slot, R: tl.constexpr):
+    """Take back the copy engines' flags of a slot set, in a call that has seen all of them; before its credits."""
+    for word in range(R * MAX_SUBS):
+        tl.store(full_flag(full, slot, 0, word, R), 0)
 
 
 @triton.jit

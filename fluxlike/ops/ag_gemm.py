@@ -274,5 +274,5 @@ def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: in
                 ctx.copy(
                     ctx.peer_data(peer, slot * ctx.set_elements + (ctx.rank * full + sub * unit_rows) * ld), ld * itemsize,
                     x.data_ptr() + sub * unit_rows * tiling.pitch(x) * itemsize, tiling.pitch(x) * itemsize,
-                    k * itemsize, height, ctx.peer_full(peer, (slot * ctx.size + ctx.rank) * subs + sub),
+                    k * itemsize, height, ctx.peer_full(peer, slot, sub),
                 )  # fmt: skip

@@ -163,7 +163,9 @@ class Context:
         """Address of element ``element`` of ``peer``'s data region, as mapped here."""
         return self.block.addresses[peer] + self.offsets["data"] + element * self.dtype.itemsize
 
-    def peer_full(self, peer: int, index: int) -> int:
+    def peer_full(self, peer: int, slot: int, sub: int) -> int:
+        """Address of ``peer``'s flag for a sub-chunk of this rank; `sync.full_flag` is the same on the device."""
+        index = (slot * self.size + self.rank) * tiling.MAX_SUBS + sub
         return self.block.addresses[peer] + self.offsets["full"] + 4 * index
 
     def choose(self, chunk_bytes: int) -> str:

@@ -195,5 +195,5 @@ def _queue_copies(
             ctx.copy(
                 ctx.peer_data(owner, slot * ctx.set_elements + (ctx.rank * pitch + sub * unit_rows) * ld), ld * itemsize,
                 ctx.local.data_ptr() + (owner * pitch + sub * unit_rows) * ld * itemsize, ld * itemsize,
-                ld * itemsize, rows, ctx.peer_full(owner, (slot * ctx.size + ctx.rank) * subs + sub),
+                ld * itemsize, rows, ctx.peer_full(owner, slot, sub),
             )  # fmt: skip

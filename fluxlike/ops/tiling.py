@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..kernels import sync
+
 #: Rows of tiles and columns of tiles are never lower or narrower than this; the signal regions are sized by it.
 MIN_TILE = 32
 #: No side of an operand may be longer: kernels count rows, columns and what they round up to in 32 bits.
@@ -16,7 +18,7 @@ MAX_SIZE = 2**31 - 2**16
 #: Bytes from row to row that a TMA descriptor cannot hold any more.
 MAX_TMA_PITCH = 2**40
 #: At most so many sub-chunks a chunk.
-MAX_SUBS = 4
+MAX_SUBS: int = sync.MAX_SUBS.value
 #: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
 SMALL_ROWS = 64
 CPU = (0, 0)
