@@ -10,10 +10,12 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
+
+import triton
 
 from ...runtime import cpu, world
 from .. import runfile
@@ -22,18 +24,21 @@ from .rules import Spec, lint_built
 from .variants import CAPABILITIES, Report, cases, check
 
 
-def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs: int | None = None) -> list[Report]:
+def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs: int | None = None) -> Iterator[Report]:
     """`variants.check` of the cases with ``named`` in their names, in ``jobs`` processes (default: one a core)."""
     work = [(case, capability) for capability in capabilities for case in cases(capability) if named in str(case)]
     jobs = min(jobs or len(os.sched_getaffinity(0)), len(work))
     if jobs < 2:
-        return [report for case, capability in work for report in check(case, capability)]
+        for case, capability in work:
+            yield from check(case, capability)
+        return
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        return [report for reports in pool.map(check, *zip(*work, strict=True)) for report in reports]
+        for reports in pool.map(check, *zip(*work, strict=True)):
+            yield from reports
 
 
-def check_file(file: str, args: list[str], capabilities: Sequence[int] = CAPABILITIES) -> tuple[int, list[Report]]:
-    """Run a program on the CPU heap, then lint each different kernel of its own that it launched: (exit status, reports)."""
+def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
+    """Run a program on the CPU heap: its exit status, and each different launch of its own kernels (of rank 0; all do the same)."""
     seen: dict[tuple, Launch] = {}
 
     def observe(kernel: Any, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
@@ -46,9 +51,7 @@ def check_file(file: str, args: list[str], capabilities: Sequence[int] = CAPABIL
         status = runfile.run(file, args)
     finally:
         cpu.observer = None
-    if int(os.environ.get("RANK", "0")):  # all ranks launch the same
-        return status, []
-    return status, [check_launch(launch, capability) for launch in seen.values() for capability in capabilities]
+    return status, list(seen.values()) if os.environ.get("RANK", "0") == "0" else []
 
 
 def check_launch(launch: Launch, capability: int) -> Report:
@@ -78,17 +81,20 @@ def main(argv: list[str]) -> int:
     capabilities = [int(number) for number in asked.sm.split(",")]
     status = 0
     if asked.file is None:
-        reports = check_all(capabilities, asked.case, asked.jobs)
+        coming = check_all(capabilities, asked.case, asked.jobs)
     elif os.path.isfile(asked.file):
-        status, reports = check_file(asked.file, asked.args, capabilities)
+        status, launches = launches_of(asked.file, asked.args)
+        coming = (check_launch(launch, capability) for launch in launches for capability in capabilities)
     else:
         parser.error(f"there is no file {asked.file}")
+    reports = []
+    for report in coming:
+        reports.append(report)
+        if not asked.json:
+            print(describe(report), flush=True)
+    found = sum(len(report.findings) for report in reports)
     if asked.json:
-        print(json.dumps([asdict(report) for report in reports]))
-    else:
-        found = sum(len(report.findings) for report in reports)
-        for report in reports:
-            print(describe(report))
-        if reports:
-            print(f"{len(reports)} kernels compiled, {found} findings")
-    return status or int(any(report.findings for report in reports))
+        print(json.dumps({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}))
+    elif reports:
+        print(f"Triton {triton.__version__}: {len(reports)} kernels compiled, {found} findings")
+    return status or int(found > 0)
