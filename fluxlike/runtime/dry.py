@@ -16,6 +16,22 @@ from .heap import SymmetricHeap
 DEVICE = torch.device("meta")
 
 
+class DryTensor(torch.Tensor):
+    """A tensor on device "meta" that answers as one on a GPU would."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def data_ptr(self) -> int:
+        return (1 << 20) + int(self.storage_offset()) * self.itemsize
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An operand of a dry call."""
+    return torch.empty(shape, dtype=dtype, device=DEVICE).as_subclass(DryTensor)
+
+
 class Record(NamedTuple):
     """One launch, as `executor.launch` gets it, and the contexts that were open."""
 
@@ -123,7 +139,7 @@ class DryWorld:
 
 @contextmanager
 def recording(capability: tuple[int, int], ranks: int = 4, rank: int = 1) -> Iterator[list[Record]]:
-    """Between init and finalize of a dry world; the tensors of its calls are on device "meta". Gives the launches so far."""
+    """Between init and finalize of a dry world; its calls take operands made by `tensor`. Gives the launches so far."""
     before, dry = world._world, DryWorld(capability, ranks, rank)
     world._world = dry  # type: ignore[assignment]
     try:

@@ -42,6 +42,8 @@ class Spec:
         vectors: blocks are stored to payload in at least 16 bytes a thread.
         loops: loops of matrix products. mma: what they use, "wgmma", "tcgen05", "mma.sync" or "fma".
         buffers: shared memory buffers of each operand in such a loop; 1 where loads cannot be asynchronous.
+        operands: shapes of the blocks of such a loop's operands in shared memory.
+        pitches: arguments that are distances in elements, between rows or parts of memory.
         counts: operations in the source, as {"release": 5, "arrival": 1, "acquire": 12}; an arrival is acquire and release.
         local: instructions that move registers to and from local memory (spills) which are allowed.
     """
@@ -52,6 +54,8 @@ class Spec:
     loops: int | None = None
     mma: str | None = None
     buffers: int | None = None
+    operands: tuple[tuple[int, int], ...] = ()
+    pitches: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     local: int = 0
 
@@ -270,7 +274,7 @@ def lint_built(built: Built, spec: Spec) -> list[Finding]:
     found = [*lint(ptx, spec), *dropped(ptx, source), *counts(source, spec.counts)]
     if spec.vectors:
         found += narrow(ptx, spec, ttir.scalar_stores(built.ttir))
-    return [*found, *buffers(built.ttgir, spec), *resources(built, spec)]
+    return [*found, *offsets(built.ttir, spec), *buffers(built.ttgir, spec), *resources(built, spec)]
 
 
 def dropped(ptx: Ptx, source: ttir.Effects) -> list[Finding]:
@@ -334,16 +338,25 @@ _NARROW = (
 )
 
 
+def offsets(text: str, spec: Spec) -> list[Finding]:
+    """Rule "offset": offsets into matrices are 64-bit."""
+    return [Finding("offset", 0, " in ".join(where), _NARROW_OFFSET) for where in ttir.narrow_offsets(text, spec.pitches)]
+
+
+_NARROW_OFFSET = "an index times a pitch in 32 bits is wrong from 2**31 elements on: make the index 64-bit, .to(tl.int64), first"
+
+
 def buffers(ttgir: str, spec: Spec) -> list[Finding]:
     """Rule "pipeline": each operand of each loop of products has its buffers in shared memory."""
     if not spec.loops or not spec.buffers or spec.buffers < 2:
         return []
-    depths = Counter(int(depth) for depth in re.findall(r"ttg\.local_alloc[^\n]*memdesc<(\d+)x\d+x\d+x(?:bf16|f16|f32)", ttgir))
-    if depths[spec.buffers] == 2 * spec.loops:
-        return []
-    have = ", ".join(f"{count} of {depth}" for depth, count in sorted(depths.items())) or "none"
-    message = f"{spec.loops} loops with two operands each need {2 * spec.loops} rings of {spec.buffers} buffers, there are {have}: "
-    return [Finding("pipeline", 0, "", message + _LOST)]
+    have = Counter(re.findall(r"ttg\.local_alloc[^\n]*memdesc<(\d+x\d+x\d+)x", ttgir))
+    need = Counter(f"{spec.buffers}x{rows}x{columns}" for rows, columns in spec.operands)
+    return [
+        Finding("pipeline", 0, "", f"{have[ring]} of {spec.loops * count} rings of {ring} elements are in shared memory: {_LOST}")
+        for ring, count in need.items()
+        if have[ring] < spec.loops * count
+    ]
 
 
 def resources(built: Built, spec: Spec) -> list[Finding]:

@@ -52,6 +52,34 @@ def _where(number: str, places: dict[str, str]) -> tuple[str, ...]:
     return (f"{os.path.basename(line.group(1))}:{line.group(2)}",) if line else ()
 
 
+_PASS = ("extsi", "splat", "broadcast", "expand_dims", "muli", "addi", "subi", "minsi", "maxsi", "select")
+
+
+def narrow_offsets(ttir: str, pitches: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Where a pitch and an index are multiplied in 32 bits; ``pitches``: arguments that are a distance in elements.
+
+    Not counted: a pitch times a constant (a rounding) or a 0 or 1 (has_bias), a pitch divided (a number of tiles).
+    """
+    derived = {f"%{name}" for name in pitches}
+    constants = dict(re.findall(r"(%\w+) = arith\.constant (\S+)", ttir))
+    found = []
+    for line, where in _lines(ttir):
+        parsed = re.match(r"\s*(%\w+) = \w+\.(\w+) (.*?) : (.*?)(?: loc\(|$)", line)
+        if parsed is None:
+            continue
+        result, operation, text, kind = parsed.groups()
+        used = re.findall(r"%\w+", text)
+        mine = [name for name in used if name in derived]
+        others = [name for name in used if name not in mine and name not in constants and name != "%has_bias"]
+        if not mine:
+            continue
+        if (operation == "muli" and kind.endswith(("i32", "i32>")) and (others or len(mine) > 1)) or operation == "trunci":
+            found.append(where[:2])
+        if operation in _PASS or (operation == "divsi" and constants.get(used[1]) == "16"):
+            derived.add(result)
+    return found
+
+
 def parameters(ttgir: str) -> list[str]:
     """The source's argument of each PTX parameter, in order; a descriptor has several. The compiler's own are not among them."""
     head = re.search(r"tt\.func public @\w+\((.*)", ttgir)

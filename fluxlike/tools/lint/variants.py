@@ -17,8 +17,17 @@ from .rules import Finding, Spec, lint_built
 CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
-#: Sizes of a call (M, N, K): whole tiles; few rows; few rows and nothing that TMA could address; a width that is no vector.
-SHAPES = {"large": (1024, 512, 512), "small": (128, 512, 512), "pointer": (128, 512, 513), "ragged": (1024, 515, 512)}
+PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
+
+#: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
+#: many bytes that gemm_rs sends its chunks in parts.
+SHAPES = {
+    "large": (1024, 512, 512),
+    "small": (128, 512, 512),
+    "pointer": (128, 512, 513),
+    "ragged": (1024, 515, 512),
+    "parts": (8192, 8192, 2048),
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ def cases(capability: int) -> list[Case]:
             if capability >= 90:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
+        if capability == 90 and op == "gemm_rs":
+            found.append(Case(op, "copy_engine", "parts"))
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
             found.append(Case(op, "copy_engine", kn=True))
@@ -69,18 +80,18 @@ def launches(case: Case, capability: int) -> list[Launch]:
     """What the call launches on a GPU of this compute capability, each different kernel once."""
     m, n, k = SHAPES[case.shape]
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=case.dtype, device=dry.DEVICE)
+    def operand(*shape: int) -> torch.Tensor:
+        return dry.tensor(shape, case.dtype)
 
-    weight = empty(k, n).T if case.kn else empty(n, k)
+    weight = operand(k, n).T if case.kn else operand(n, k)
     with dry.recording((capability // 10, capability % 10), RANKS) as records:
         if case.op == "gemm_rs":
-            with closing(gemm_rs_op.create_gemm_rs_context(m, n, dtype=case.dtype, schedule=case.schedule)) as rs:
-                gemm_rs_op.gemm_rs(empty(m, k), weight, rs)
+            with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
+                gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
         else:
             collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
             with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
-                ag_gemm_op.ag_gemm(empty(m // RANKS, k), weight, ag, return_gathered=collect)
+                ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, return_gathered=collect)
         return [launch_of(*record) for record in records]
 
 
@@ -88,18 +99,19 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
     peers, copies = given["R"] - 1, given["COPY_ENGINE"]
-    waits, releases, loops = {
+    waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits
-        "gemm_rs_kernel": (2 * peers, 2 + peers, 2),
-        # credits and shards, at the end also the shards of a rank without columns; the one that sends, and the credits
-        "ag_gemm_kernel": (peers + (2 if copies else given.get("PIECES", 0)), 1 + peers, 2),
-        "ag_collect_kernel": (2 if copies else given.get("PIECES", 0), peers, 0),
+        "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
+        # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
+        "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
+        "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
     }[launch.name]
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
-    counts = {"release": releases, "arrival": 1, "acquire": 2 * waits, "volatile load": 3 * waits}
-    spec = Spec(launch.payload, launch.signals, counts=counts)
+    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
+    spec = Spec(launch.payload, launch.signals, pitches=PITCHES, counts=counts)
     if not loops:
         return spec
+    rows, columns, depth = given["BM"], given["BN"], given["BK"]
     tma, vec = given["TMA"], given["VEC"]
     fp32 = "*fp32" in launch.signature.values()
     mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
@@ -111,6 +123,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         loops=loops,
         mma=mma,
         buffers=ahead if tma or vec else 1,
+        operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
     )
 
 
