@@ -87,6 +87,9 @@ GOOD = {
     "own rows are elsewhere": (
         "mov.b64 %rd9, %rd3;\n@%p6 bra $L__BB0_9;\n" + WAIT + "mov.b64 %rd9, %rd5;\n$L__BB0_9:\n" + LOAD.replace("rd5", "rd9")
     ),
+    "a count of arrivals": (
+        "$L__BB0_1:\n" + STORE + BARRIER + "@%p1 atom.global.acq_rel.sys.add.u32 %r6, [%rd3], 1;\n@%p6 bra $L__BB0_1;\n"
+    ),
     "what nobody sends": "ld.global.b32 %r5, [%rd3];\n" + WAIT,
     "a kernel that does not wait": LOAD,
 }  # fmt: skip

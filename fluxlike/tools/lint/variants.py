@@ -17,6 +17,8 @@ from .rules import Finding, Spec, lint_built
 CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
+#: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
+FEW = 8
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
@@ -123,6 +125,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         loops=loops,
         mma=mma,
         buffers=ahead if tma or vec else 1,
+        local=FEW if fp32 else 0,
         operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
     )
 
