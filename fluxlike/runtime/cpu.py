@@ -101,6 +101,10 @@ class CpuCopyEngine:
             ctypes.memmove(to + row * pitch_to, source + row * pitch_source, width)
 
 
+#: Told of every launch, with the arguments of `CpuExecutor.launch`; the lint's.
+observer: Callable[[Any, tuple, dict, int, int], None] | None = None
+
+
 class CpuExecutor:
     """One process of a machine without GPUs."""
 
@@ -129,6 +133,8 @@ class CpuExecutor:
         return segment
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
+        if observer is not None:
+            observer(kernel, args, constants, warps, stages)
         interpreter.run(kernel, (programs,), *args, **constants)
 
     def copy_engine(self) -> CpuCopyEngine:

@@ -1,0 +1,148 @@
+"""A world without machines: operations run on tensors without memory, and what they would launch is recorded.
+
+What a call launches (which kernel, tile, constants, pointers or descriptors) depends on its arguments and on the GPU's compute
+capability. Here that can be asked for any GPU and any number of ranks, in one process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from . import world
+from .heap import SymmetricHeap
+
+DEVICE = torch.device("meta")
+
+
+class DryTensor(torch.Tensor):
+    """A tensor on device "meta" that answers as one on a GPU would."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def data_ptr(self) -> int:
+        return (1 << 20) + int(self.storage_offset()) * self.itemsize
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An operand of a dry call."""
+    return torch.empty(shape, dtype=dtype, device=DEVICE).as_subclass(DryTensor)
+
+
+class Record(NamedTuple):
+    """One launch, as `executor.launch` gets it, and the contexts that were open."""
+
+    kernel: Any
+    args: tuple
+    constants: dict[str, Any]
+    warps: int
+    stages: int
+    contexts: list[Any]
+
+
+class DryControl:
+    """`ControlGroup` of ranks that all say the same."""
+
+    name = "dry"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.ranks = rank, size, list(range(size))
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        return [value] * self.size
+
+    def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:
+        if error is not None:
+            raise error
+
+    def barrier(self, what: str) -> None:
+        """Nobody to wait for."""
+
+
+class DrySegment:
+    def __init__(self, nbytes: int, control: Any) -> None:
+        self.nbytes, self.local = nbytes, torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+        self.addresses = [0] * control.size
+
+    def view(self, index: int) -> torch.Tensor:
+        return self.local
+
+    def dead_ranks(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """No memory to free."""
+
+
+class DryEngine:
+    """A copy engine that copies nothing."""
+
+    def wait(self, address: int, value: int) -> None: ...
+    def write(self, address: int, value: int) -> None: ...
+    def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None: ...
+
+
+class DryExecutor:
+    """A GPU of the given compute capability that runs nothing."""
+
+    name = "dry"
+    device = DEVICE
+    programs = 128
+
+    def __init__(self, capability: tuple[int, int], owner: "DryWorld") -> None:
+        self.capability, self._owner = capability, owner
+        self.records: list[Record] = []
+
+    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
+        self.records.append(Record(kernel, args, constants, warps, stages, list(self._owner.contexts)))
+
+    def copy_engine(self) -> DryEngine:
+        return DryEngine()
+
+    def report(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64)
+
+    def synchronize(self) -> None:
+        """Nothing runs."""
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def on_same_stream(self, last: Any) -> Any:
+        return None
+
+    def overlapped(self, engine: Any, launch: Callable[[], None], queue: Callable[[], None], stuck: Any) -> None:
+        launch()
+        queue()
+
+
+class DryWorld:
+    """`World` of ``ranks`` ranks, seen from ``rank``."""
+
+    def __init__(self, capability: tuple[int, int], ranks: int, rank: int) -> None:
+        self.control = DryControl(rank, ranks)
+        self.rank, self.size, self.device = rank, ranks, DEVICE
+        self.contexts: list[Any] = []
+        self.cached: dict[Any, Any] = {}
+        self.executor = DryExecutor(capability, self)
+        self.heap = SymmetricHeap(DrySegment, self.control, 1 << 20)  # type: ignore[arg-type]
+
+    def control_of(self, group: Any) -> DryControl:
+        return self.control
+
+    def indices(self, control: Any) -> list[int]:
+        return control.ranks
+
+
+@contextmanager
+def recording(capability: tuple[int, int], ranks: int = 4, rank: int = 1) -> Iterator[list[Record]]:
+    """Between init and finalize of a dry world; its calls take operands made by `tensor`. Gives the launches so far."""
+    before, dry = world._world, DryWorld(capability, ranks, rank)
+    world._world = dry  # type: ignore[assignment]
+    try:
+        yield dry.executor.records
+    finally:
+        world._world = before

@@ -1,0 +1,100 @@
+"""`python -m fluxlike lint`: compile kernels for GPUs that are not there and look at the machine code. See docs/lint.md.
+
+    python -m fluxlike lint                                                            fluxlike's own kernels
+    bash scripts/launch.sh --nproc 2 -m fluxlike lint tutorials/02_push_tiles.py       the kernels that a program launches
+
+Needs no GPU. From Python: `check_all`, or `variants.check` for one call; `rules.lint_built` for a compiled launch.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import triton
+
+from ...runtime import cpu, world
+from .. import runfile
+from .compiling import Launch, build, launch_of
+from .rules import Spec, lint_built
+from .variants import CAPABILITIES, Report, cases, check
+
+
+def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs: int | None = None) -> Iterator[Report]:
+    """`variants.check` of the cases with ``named`` in their names, in ``jobs`` processes (default: one a core)."""
+    work = [(case, capability) for capability in capabilities for case in cases(capability) if named in str(case)]
+    jobs = min(jobs or len(os.sched_getaffinity(0)), len(work))
+    if jobs < 2:
+        for case, capability in work:
+            yield from check(case, capability)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for reports in pool.map(check, *zip(*work, strict=True)):
+            yield from reports
+
+
+def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
+    """Run a program on the CPU heap: its exit status, and each different launch of its own kernels (of rank 0; all do the same)."""
+    seen: dict[tuple, Launch] = {}
+
+    def observe(kernel: Any, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
+        if not kernel.fn.__module__.startswith("fluxlike."):  # those have other tiles on GPUs; `check_all` has them
+            launch = launch_of(kernel, arguments, constants, warps, stages, world.current().contexts)
+            seen.setdefault(launch.key, launch)
+
+    cpu.observer = observe
+    try:
+        status = runfile.run(file, args)
+    finally:
+        cpu.observer = None
+    return status, list(seen.values()) if os.environ.get("RANK", "0") == "0" else []
+
+
+def check_launch(launch: Launch, capability: int) -> Report:
+    """Compile a launch and lint it for what is true of every kernel."""
+    spec = Spec(launch.payload, launch.signals, vectors=True, buffers=2 if launch.stages > 1 else 1)
+    built = build(launch, capability)
+    findings = tuple(lint_built(built, spec))
+    return Report("", launch.name, capability, built.registers, built.shared, built.local, findings)
+
+
+def describe(report: Report) -> str:
+    """One line, and one for each finding."""
+    name = f"{report.kernel} {report.case}".strip()
+    spilled = f", {report.local} spills" if report.local else ""
+    head = f"sm_{report.capability} {name}: {report.registers} registers{spilled}, {report.shared} bytes of shared memory"
+    return "\n".join([head, *(f"  {finding}" for finding in report.findings)])
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fluxlike lint", description=__doc__.splitlines()[0])
+    parser.add_argument("--sm", default=",".join(map(str, CAPABILITIES)), help="compute capabilities (default: %(default)s)")
+    parser.add_argument("--case", default="", help="only calls with this in their names, as gemm_rs-in_kernel")
+    parser.add_argument("--jobs", type=int, help="processes (default: one a core)")
+    parser.add_argument("--json", action="store_true", help="reports as JSON")
+    runfile.arguments(parser, nargs="?")
+    asked = parser.parse_args(argv)
+    capabilities = [int(number) for number in asked.sm.split(",")]
+    status = 0
+    if asked.file is None:
+        coming = check_all(capabilities, asked.case, asked.jobs)
+    elif os.path.isfile(asked.file):
+        status, launches = launches_of(asked.file, asked.args)
+        coming = (check_launch(launch, capability) for launch in launches for capability in capabilities)
+    else:
+        parser.error(f"there is no file {asked.file}")
+    reports = []
+    for report in coming:
+        reports.append(report)
+        if not asked.json:
+            print(describe(report), flush=True)
+    found = sum(len(report.findings) for report in reports)
+    if asked.json:
+        print(json.dumps({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}))
+    elif reports:
+        print(f"Triton {triton.__version__}: {len(reports)} kernels compiled, {found} findings")
+    return status or int(found > 0)

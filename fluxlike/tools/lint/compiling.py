@@ -1,0 +1,147 @@
+"""Kernels compiled for a GPU that is not there: Triton's own compiler, down to the machine code."""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
+    torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as one launch compiles it.
+
+    ``signature``: argument → Triton's type; "constexpr" for those in ``constants``. ``aligned``: multiples of 16, as Triton
+    specialises. ``payload``, ``signals``: see `rules.Spec`.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: frozenset[str]
+    warps: int
+    stages: int
+    payload: tuple[str, ...] = ()
+    signals: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+    @property
+    def key(self) -> tuple:
+        """Equal for launches that compile to the same."""
+        return (self.name, *map(repr, (self.signature, self.constants, sorted(self.aligned), self.warps, self.stages)))
+
+
+@dataclass(frozen=True)
+class Built:
+    """What came of a launch. ``local``: instructions that load or store registers in local memory."""
+
+    launch: Launch
+    capability: int
+    ptx: str
+    ttir: str
+    ttgir: str
+    shared: int
+    registers: int
+    stack: int
+    local: int
+
+
+def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, stages: int, contexts: Iterable[Any] = ()) -> Launch:
+    """The launch of ``kernel[grid](*args, **constants, num_warps=…, num_stages=…)``, specialised as Triton does it.
+
+    ``contexts``: of `ops.context`; an argument in a context's heap block is payload or a signal.
+    """
+    signature, fixed, aligned = {}, dict(constants), set()
+    roles: dict[str, list[str]] = {"payload": [], "signals": []}
+    for parameter, value in zip(kernel.params, args, strict=False):
+        name = parameter.name
+        kind = _type_of(value)
+        specialised = not getattr(parameter, "do_not_specialize", False)
+        if kind == "constexpr" or (specialised and isinstance(value, int) and value == 1):
+            fixed[name] = value
+            continue
+        signature[name] = kind
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0 and (specialised or isinstance(value, torch.Tensor)):
+            aligned.add(name)
+        role = _role(value, contexts)
+        if role:
+            roles[role].append(name)
+    full = {name: "constexpr" if name in fixed else signature[name] for name in kernel.arg_names}
+    return Launch(kernel, full, fixed, frozenset(aligned), warps, stages, tuple(roles["payload"]), tuple(roles["signals"]))
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{_TYPES[value.base.dtype]}[{', '.join(map(str, value.block_shape))}]>"
+    if value is None:
+        return "constexpr"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
+
+
+def _role(value: Any, contexts: Iterable[Any]) -> str | None:
+    """What an argument is for the ranks, by where its memory is."""
+    tensor = value.base if hasattr(value, "block_shape") else value
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    for context in contexts:
+        if _inside(tensor, context.data):
+            return "payload"
+        if any(_inside(tensor, words) for words in (context.head, context.full, context.flags, context.ready)):
+            return "signals"
+    return None
+
+
+def _inside(tensor: torch.Tensor, region: torch.Tensor) -> bool:
+    if tensor.untyped_storage()._cdata != region.untyped_storage()._cdata:
+        return False
+    start = tensor.storage_offset() * tensor.itemsize - region.storage_offset() * region.itemsize
+    return 0 <= start < region.numel() * region.itemsize
+
+
+def build(launch: Launch, capability: int, **options: Any) -> Built:
+    """Compile for compute capability ``capability`` (90 for 9.0). ``options``: more of Triton's, as maxnreg=128."""
+    names = launch.kernel.arg_names
+    source = ASTSource(
+        fn=launch.kernel,
+        signature=launch.signature,
+        constexprs={(names.index(name),): value for name, value in launch.constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
+    )
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **options}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
+        local = len(re.findall(r"\b(?:LDL|STL)\b", _run("nvdisasm", "-c", file.name))) if stack else 0
+    return Built(
+        launch, capability, made.asm["ptx"], made.asm["ttir"], made.asm["ttgir"], made.metadata.shared, registers, stack, local
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([os.path.join(_TOOLS, tool), *arguments], capture_output=True, text=True, check=True).stdout

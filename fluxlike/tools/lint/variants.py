@@ -1,0 +1,148 @@
+"""The kernels of fluxlike's operations, as calls launch them, and what each must have."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...ops import ag_gemm as ag_gemm_op
+from ...ops import gemm_rs as gemm_rs_op
+from ...runtime import dry
+from .compiling import Built, Launch, build, launch_of
+from .rules import Finding, Spec, lint_built
+
+CAPABILITIES = (80, 90, 100)
+RANKS = 4
+
+#: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
+FEW = 8
+PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
+
+#: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
+#: many bytes that gemm_rs sends its chunks in parts.
+SHAPES = {
+    "large": (1024, 512, 512),
+    "small": (128, 512, 512),
+    "pointer": (128, 512, 513),
+    "ragged": (1024, 515, 512),
+    "parts": (8192, 8192, 2048),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. ``kn``: the weight is stored as [K, N]."""
+
+    op: str
+    schedule: str
+    shape: str = "large"
+    dtype: torch.dtype = torch.bfloat16
+    kn: bool = False
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype == torch.bfloat16 else f"-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of one launch of a case."""
+
+    case: str
+    kernel: str
+    capability: int
+    registers: int
+    shared: int
+    local: int
+    findings: tuple[Finding, ...]
+
+
+def cases(capability: int) -> list[Case]:
+    """Calls that reach every branch of the kernels that this compute capability can reach, each launch once."""
+    found = []
+    for op in ("gemm_rs", "ag_gemm"):
+        for schedule in ("copy_engine", "in_kernel"):
+            found.append(Case(op, schedule))
+            if capability >= 90:
+                found.append(Case(op, schedule, "pointer"))
+        found.append(Case(op, "in_kernel", dtype=torch.float32))
+        if capability == 90 and op == "gemm_rs":
+            found.append(Case(op, "copy_engine", "parts"))
+        if capability == 90:
+            found.append(Case(op, "copy_engine", "ragged"))
+            found.append(Case(op, "copy_engine", kn=True))
+            found.append(Case(op, "in_kernel", "small", torch.float16))
+    return found
+
+
+def launches(case: Case, capability: int) -> list[Launch]:
+    """What the call launches on a GPU of this compute capability, each different kernel once."""
+    m, n, k = SHAPES[case.shape]
+
+    def operand(*shape: int) -> torch.Tensor:
+        return dry.tensor(shape, case.dtype)
+
+    weight = operand(k, n).T if case.kn else operand(n, k)
+    with dry.recording((capability // 10, capability % 10), RANKS) as records:
+        if case.op == "gemm_rs":
+            with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
+                gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
+        else:
+            collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
+            with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
+                ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, return_gathered=collect)
+        return [launch_of(*record) for record in records]
+
+
+def spec_of(launch: Launch, capability: int) -> Spec:
+    """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
+    given = launch.constants
+    peers, copies = given["R"] - 1, given["COPY_ENGINE"]
+    waits, releases, arrivals, loops = {
+        # credits and partials; the two publications, in the loop and behind it, and the credits
+        "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
+        # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
+        "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
+        "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
+    }[launch.name]
+    # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
+    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
+    spec = Spec(launch.payload, launch.signals, pitches=PITCHES, counts=counts)
+    if not loops:
+        return spec
+    rows, columns, depth = given["BM"], given["BN"], given["BK"]
+    tma, vec = given["TMA"], given["VEC"]
+    fp32 = "*fp32" in launch.signature.values()
+    mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
+    ahead = launch.stages if mma in ("wgmma", "tcgen05") else launch.stages - 1  # one is being multiplied
+    return replace(
+        spec,
+        # gemm_rs: slots have a pitch of their own, which is always a multiple of 16
+        vectors=not copies and (vec or launch.name == "gemm_rs_kernel"),
+        loops=loops,
+        mma=mma,
+        buffers=ahead if tma or vec else 1,
+        local=FEW if fp32 else 0,
+        operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
+    )
+
+
+def check(case: Case, capability: int, modules: tuple[ModuleType, ...] = ()) -> list[Report]:
+    """Compile what a case launches and lint it.
+
+    ``modules``: where a kernel is taken from if one of them has it by its name, in place of the shipped one; so a copy of
+    `kernels.gemm_rs` with something taken away can be judged.
+    """
+    return [report for _, report in checked(case, capability, modules)]
+
+
+def checked(case: Case, capability: int, modules: tuple[ModuleType, ...] = ()) -> Iterator[tuple[Built, Report]]:
+    """`check`, with what was compiled."""
+    for launch in launches(case, capability):
+        kernel: Any = next((vars(module)[launch.name] for module in modules if launch.name in vars(module)), launch.kernel)
+        built = build(replace(launch, kernel=kernel), capability)
+        findings = lint_built(built, spec_of(launch, capability))
+        yield built, Report(str(case), launch.name, capability, built.registers, built.shared, built.local, tuple(findings))

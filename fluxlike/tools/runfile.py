@@ -1,0 +1,26 @@
+"""Run a Python file as Python itself would, from inside a tool."""
+
+import argparse
+import os
+import runpy
+import sys
+
+
+def arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    """Add FILE and its own arguments to a tool's."""
+    parser.add_argument("file", metavar="FILE", nargs=nargs, help="the program; it calls fluxlike.init and uses CPU tensors")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
+
+
+def run(file: str, args: list[str]) -> int:
+    """The exit status of the program."""
+    sys.argv = [file, *args]
+    sys.path[0] = os.path.dirname(os.path.abspath(file))  # as Python does when it runs a file
+    try:
+        runpy.run_path(file, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code is None or isinstance(leaving.code, int):
+            return leaving.code or 0
+        print(leaving.code, file=sys.stderr)
+        return 1
+    return 0
