@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import env, interpreter, racecheck, shm
+from . import env, interpreter, shm
 from .control import ControlGroup
-from .errors import RaceError
 from .heap import Segment
 
 
@@ -52,13 +51,13 @@ class CpuCopyEngine:
             if error is not None:
                 self.cancel()
                 raise error
-        self.raise_race()
+        self.raise_cause()
         if self._error is not None:
             raise RuntimeError("the copy engine thread failed") from self._error
 
-    def raise_race(self) -> None:
-        """Raise the race that a job ran into, as it is: it is the cause of whatever else went wrong."""
-        if isinstance(self._error, RaceError):
+    def raise_cause(self) -> None:
+        """Raise what ended a job, if it is one of fluxlike's own errors: it is the cause of whatever else went wrong."""
+        if self._error is not None and getattr(type(self._error), "fluxlike_passthrough", False):
             raise self._error
 
     def cancel(self) -> None:
@@ -79,7 +78,7 @@ class CpuCopyEngine:
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         self._queue(lambda: self._copy(to, pitch_to, source, pitch_source, width, rows))
 
-    # What the thread does; the race checker's engine looks on.
+    # What the thread does; a subclass may look on.
 
     def _queue(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
@@ -115,35 +114,22 @@ class CpuExecutor:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.programs = env.cpu_programs()
+        #: Makes the copy engine of a context; the race checker has one of its own.
+        self.copy_engine: Callable[[], CpuCopyEngine] = CpuCopyEngine
 
     def start(self, control: ControlGroup) -> None:
-        checked = env.racecheck()
-        control.agree("starting the shared-memory heap: FLUXLIKE_RACECHECK", checked)
-        if checked:
-            racecheck.start(control, self.programs)
+        """Nothing to start."""
 
     def stop(self) -> None:
         """Nothing to stop: segments are anonymous memory."""
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
-        segment = shm.ShmSegment(nbytes, control)
-        checker = racecheck.active()
-        if checker is not None:
-            checker.add_segment(segment, control)
-        return segment
+        return shm.ShmSegment(nbytes, control)
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
         if observer is not None:
             observer(kernel, args, constants, warps, stages)
         interpreter.run(kernel, (programs,), *args, **constants)
-
-    def copy_engine(self) -> CpuCopyEngine:
-        checker = racecheck.active()
-        if checker is None:
-            return CpuCopyEngine()
-        from .racehooks import CheckedCopyEngine
-
-        return CheckedCopyEngine(checker)
 
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
@@ -170,6 +156,6 @@ class CpuExecutor:
             launch()
         except BaseException:
             engine.cancel()
-            engine.raise_race()
+            engine.raise_cause()
             raise
         engine.join(stuck)

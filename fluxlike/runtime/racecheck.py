@@ -101,6 +101,8 @@ class Checker:
         self._local_free: Free = [(0, LOCAL_BYTES)]
         self._on_engine = threading.local()
         self.where: Callable[[], str] = lambda: "the host"
+        #: What takes away, one by one, the hooks through which it is told of accesses.
+        self.undo: list[Callable[[], None]] = []
 
     # -- threads --------------------------------------------------------------------------------------------------------
 
@@ -415,6 +417,9 @@ class Checker:
         raise RaceError(message)
 
     def close(self) -> None:
+        """Notice nothing any more."""
+        while self.undo:
+            self.undo.pop()()
         self.shadow.close()
 
 
@@ -433,13 +438,10 @@ def active() -> Checker | None:
 
 
 def start(control: ControlGroup, max_programs: int) -> Checker:
-    """Begin to check, on all ranks of ``control``. Collective."""
+    """Make the checker, on all ranks of ``control``; `racehooks.start` also makes it see. Collective."""
     global _checker
-    from . import racehooks
-
     stop()
     _checker = Checker(control, max_programs)
-    racehooks.install(_checker)
     return _checker
 
 
@@ -447,11 +449,14 @@ def stop() -> None:
     """End checking; harmless when there is none."""
     global _checker
     if _checker is not None:
-        from . import racehooks
-
-        racehooks.remove()
         _checker.close()
         _checker = None
+
+
+def add_segment(segment: Segment, control: ControlGroup) -> None:
+    """Check a segment of the heap, if this run is checked. Collective."""
+    if _checker is not None:
+        _checker.add_segment(segment, control)
 
 
 def watch(name: str, tensor: torch.Tensor) -> None:

@@ -1,11 +1,12 @@
 """Where the race checker notices what a program does: the interpreter's memory operations, the copy engine, launches, the host.
 
-`install` puts the hooks in, `remove` takes them out; without them no code of the checker runs. The interpreter's are set on its
-builder object, in front of the methods of its class, so an unchecked run does not even pass an ``if``.
+`start` puts the hooks in, the end of the checker takes them out; without them no code of the checker runs. The interpreter's are
+set on its builder object, in front of the methods of its class, so an unchecked run does not even pass an ``if``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import numpy as np
 import torch.distributed as dist
 import triton.runtime.interpreter as stock
 
-from . import control, interpreter, programs, world
-from .cpu import CpuCopyEngine
+from . import control, interpreter, programs, racecheck
+from .control import ControlGroup
+from .cpu import CpuCopyEngine, CpuExecutor
 from .racecheck import Checker
 from .racereport import READ, STORE
 
@@ -28,7 +30,6 @@ _SCOPE = {_RANGE.CTA: 0, _RANGE.GPU: 1, _RANGE.SYSTEM: 2}
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 _sites: dict[tuple[CodeType, int, CodeType, int], str] = {}
-_undo: list[Callable[[], None]] = []
 
 
 def _shown(path: str) -> str:
@@ -171,38 +172,38 @@ class CheckedCopyEngine(CpuCopyEngine):
         self._checker.join_engine()
 
 
-def _barrier(original: Callable) -> Callable:
+def _barrier(original: Callable, ours: ControlGroup, control_of: Callable[[Any], ControlGroup]) -> Callable:
     """torch.distributed.barrier, which orders its ranks, told to the checker where they are ranks of fluxlike."""
 
     def barrier(group: Any = None, async_op: bool = False, **rest: Any) -> Any:
         result = original(group=group, async_op=async_op, **rest)
-        if not async_op and world.is_initialized():
-            ours = world.current()
+        if not async_op:
             ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            if dist.get_rank() in ranks and set(ranks) <= set(ours.control.ranks):
-                ours.control_of(group).barrier("torch.distributed.barrier")
+            if dist.get_rank() in ranks and set(ranks) <= set(ours.ranks):
+                control_of(group).barrier("torch.distributed.barrier")
         return result
 
     return barrier
 
 
-def install(checker: Checker) -> None:
-    """Begin to notice."""
+def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any], ControlGroup]) -> None:
+    """Check what the ranks of ``ours`` do from now on, until `racecheck.stop`. Collective.
+
+    ``control_of``: the control group of a torch group, for `torch.distributed.barrier`.
+    """
+    checker = racecheck.start(ours, executor.programs)
     builder = interpreter.builder
     operations = _Operations(checker, builder)
+    hooks: list[tuple[Any, str, Any]] = [
+        (programs, "observer", checker),
+        (control, "observer", checker),
+        (executor, "copy_engine", functools.partial(CheckedCopyEngine, checker)),
+        (dist, "barrier", _barrier(dist.barrier, ours, control_of)),
+    ]
+    for owner, name, hook in hooks:
+        checker.undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, hook)
     for name in _HOOKED:
+        checker.undo.append(functools.partial(delattr, builder, name))
         setattr(builder, name, getattr(operations, name))
-        _undo.append(lambda name=name: delattr(builder, name))  # type: ignore[misc]
     checker.where = place
-    programs.observer, control.observer = checker, checker
-    _undo.append(lambda: setattr(programs, "observer", None))
-    _undo.append(lambda: setattr(control, "observer", None))
-    original = dist.barrier
-    dist.barrier = _barrier(original)
-    _undo.append(lambda: setattr(dist, "barrier", original))
-
-
-def remove() -> None:
-    """Notice nothing any more."""
-    while _undo:
-        _undo.pop()()

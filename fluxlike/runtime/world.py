@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from . import env, racecheck
 from .control import ControlGroup
-from .heap import SymmetricHeap
+from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
 
@@ -43,7 +43,22 @@ class World:
         self.executor = executor
         self.device: torch.device = executor.device
         executor.start(self.control)
-        self.heap = SymmetricHeap(executor.make_segment, self.control, nbytes)
+        self._check_races()
+        self.heap = SymmetricHeap(self._make_segment, self.control, nbytes)
+
+    def _check_races(self) -> None:
+        """Start the race checker, if this run is to be checked."""
+        checked = env.racecheck()
+        self.control.agree("fluxlike.init: FLUXLIKE_RACECHECK", checked)
+        if checked:
+            from . import racehooks  # imports the interpreter, which a GPU does not need
+
+            racehooks.start(self.control, self.executor, self.control_of)
+
+    def _make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
+        segment = self.executor.make_segment(nbytes, control)
+        racecheck.add_segment(segment, control)
+        return segment
 
     def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
         """The control group of a torch group; the first call for a group is collective over it."""
