@@ -207,11 +207,13 @@ def _read(text: str) -> list[Op]:
     callers: dict[str, str] = {}
     ops: list[Op] = []
     where: tuple[str, ...] = ()
-    inside, pending, first = False, "", 0
+    inside, assembly, pending, first = False, False, "", 0
     for number, line in enumerate(text.partition("// -- End function")[0].splitlines(), 1):
+        assembly = "// begin inline asm" in line or (assembly and "// end inline asm" not in line)
         loc = _LOC.match(line.strip())
         if loc:
-            where = _where(loc, files, callers)
+            # of inline assembly Triton 3.9 counts the lines on from that of its call
+            where = where if assembly else _where(loc, files, callers)
             continue
         line = line.partition("//")[0].strip()
         if not inside:
