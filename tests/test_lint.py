@@ -306,17 +306,18 @@ def test_an_address_that_may_be_odd() -> None:
 
 
 TILE = dict(BM=128, BN=128, BK=64)
+OPERANDS = ((128, 64), (128, 64))
 
 
 def test_a_debug_barrier_loses_the_pipeline() -> None:
-    spec = Spec(signals=("flag",), mma="wgmma", loops=1, buffers=3)
+    spec = Spec(signals=("flag",), mma="wgmma", loops=1, buffers=3, operands=OPERANDS)
     assert findings(product, True, 8, 3, spec, **TILE) == []
     lost = findings(product, False, 8, 3, spec, **TILE)
     assert "pipeline" in lost
 
 
 def test_one_stage_is_no_pipeline() -> None:
-    spec = Spec(mma="wgmma", loops=1, buffers=3)
+    spec = Spec(mma="wgmma", loops=1, buffers=3, operands=OPERANDS)
     assert "pipeline" in findings(product, True, 8, 1, spec, **TILE)
 
 

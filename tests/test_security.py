@@ -300,7 +300,7 @@ FORBIDDEN_CALLS = {
 ALLOWED = {
     ("runtime/interpreter.py", "exec"): "a kernel's own source, rewritten",
     ("runtime/interpreter.py", "compile"): "the same",
-    ("tools/racecheck.py", "runpy"): "the program that the user asks it to run",
+    ("tools/runfile.py", "runpy"): "the program that the user asks it to run",
     ("*", "tl.load"): "a kernel's load",
     ("*", "x.load"): "a kernel's load by descriptor",
     ("*", "w.load"): "the same",
