@@ -94,6 +94,10 @@ class ControlGroup:
                     "every rank of the group must pass the same arguments"
                 )
 
+    def close(self) -> None:
+        """Drop the connections now: gloo's threads must not be left to the end of the interpreter, which some do not survive."""
+        self._gloo = None
+
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""
         self.gather(None, what)

@@ -91,6 +91,8 @@ class World:
         if everyone:
             self.heap.close()
             self.executor.stop()
+        for control in self._controls.values():
+            control.close()
         if unseen:
             raise unseen[0]
 
