@@ -22,32 +22,27 @@ class ShmSegment:
 
     def __init__(self, nbytes: int, control: ControlGroup) -> None:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._pids: list[int] = []
         fd, error = -1, None
-        try:
-            fd = self._reserve()
-        except OSError as problem:
-            error = RuntimeError(
-                f"cannot reserve {self.nbytes >> 20} MiB of shared memory for the symmetric heap ({problem}); free memory, or "
-                "pass a smaller heap_bytes to fluxlike.init"
-            )
-        control.agree("making the shared-memory heap", self.nbytes, error)
-        opened = control.gather((os.getpid(), fd), "sharing the heap")
-        self._pids = [pid for pid, _ in opened]
         self._maps: list[mmap.mmap] = []
         try:
-            for index, (pid, number) in enumerate(opened):
-                theirs = fd if index == control.rank else os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-                self._maps.append(mmap.mmap(theirs, self.nbytes))
-                if theirs != fd:
-                    os.close(theirs)
-        except OSError as problem:
-            error = RuntimeError(
-                f"cannot map the heap of another rank ({problem}); all ranks must run on one host, as one user, in one process "
-                "namespace with /proc"
-            )
-        control.agree("mapping the shared-memory heap", self.nbytes, error)
-        os.close(fd)
+            try:
+                fd = self._reserve()
+            except OSError as problem:
+                error = RuntimeError(
+                    f"cannot reserve {self.nbytes >> 20} MiB of shared memory for the symmetric heap ({problem}); free memory, or "
+                    "pass a smaller heap_bytes to fluxlike.init"
+                )
+            control.agree("making the shared-memory heap", self.nbytes, error)
+            opened = control.gather((os.getpid(), fd), "sharing the heap")
+            try:
+                for index, (pid, number) in enumerate(opened):
+                    self._maps.append(_map(fd if index == control.rank else None, pid, number, self.nbytes))
+            except OSError as problem:
+                error = _cannot_map("the heap of another rank", problem)
+            control.agree("mapping the shared-memory heap", self.nbytes, error)
+        finally:
+            if fd >= 0:
+                os.close(fd)
         self._views = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
         self.local = self._views[control.rank]
         self.addresses = [view.data_ptr() for view in self._views]
@@ -65,10 +60,6 @@ class ShmSegment:
         """All bytes of the segment of rank ``index`` of the world."""
         return self._views[index]
 
-    def dead_ranks(self) -> list[int]:
-        """World indices whose process is gone or a zombie."""
-        return [index for index, pid in enumerate(self._pids) if _is_dead(pid)]
-
     def close(self) -> None:
         """Unmap. Views that the caller still holds keep their mapping alive until they go."""
         self._views.clear()
@@ -76,12 +67,52 @@ class ShmSegment:
         self.local = torch.empty(0, dtype=torch.uint8)
 
 
-def _is_dead(pid: int) -> bool:
+def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int]:
+    """Zeroed memory that all ranks of ``control`` map, made by the first, and a descriptor of it. Collective.
+
+    Pages are taken as they are touched. ``what`` it is: for the agreement of the ranks and for errors.
+    """
+    fd, error, memory = -1, None, None
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+        if control.rank == 0:
+            try:
+                fd = os.memfd_create("fluxlike-shared", os.MFD_CLOEXEC)
+                os.ftruncate(fd, nbytes)
+            except OSError as problem:
+                error = RuntimeError(f"cannot make shared memory for {what} ({problem}); free memory, or allow more open files")
+        control.agree(f"making {what}", nbytes, error)
+        pid, number = control.gather((os.getpid(), fd), f"sharing {what}")[0]
+        try:
+            if control.rank != 0:
+                fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+            memory = mmap.mmap(fd, nbytes)
+        except OSError as problem:
+            error = _cannot_map(what, problem)
+        control.agree(f"mapping {what}", nbytes, error)
+        assert memory is not None
+        return memory, fd
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        raise
+
+
+def _map(mine: int | None, pid: int, number: int, nbytes: int) -> mmap.mmap:
+    """The memory behind a descriptor of this process, or else behind descriptor ``number`` of process ``pid``."""
+    if mine is not None:
+        return mmap.mmap(mine, nbytes)
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
+    try:
+        return mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def _cannot_map(what: str, problem: OSError) -> RuntimeError:
+    return RuntimeError(
+        f"cannot map {what} ({problem}); all ranks must run on one host, as one user, in one process namespace with /proc, and "
+        "may not be set undumpable (prctl)"
+    )
 
 
 def words(address: int, count: int, dtype: type[np.generic] = np.int64) -> np.ndarray:
