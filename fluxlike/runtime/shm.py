@@ -2,10 +2,11 @@
 
 Each rank makes an anonymous file in memory (memfd) and its peers map it through /proc/<pid>/fd/<n>. The file has no name,
 so nothing is left behind when a rank is killed at any moment, it is not bound by the size of /dev/shm (64 MB in a default
-container), and stale files of a dead run cannot exist. ``posix_fallocate`` reserves the pages at once: a machine without
-the memory says so here and not with a SIGBUS inside a kernel.
+container), and stale files of a dead run cannot exist. ``posix_fallocate`` reserves the pages at once, and what the machine does
+not have is not asked for: it says so here, and not with a SIGBUS inside a kernel or by killing a process.
 """
 
+import contextlib
 import mmap
 import os
 
@@ -24,14 +25,15 @@ class ShmSegment:
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         fd, error = -1, None
         self._maps: list[mmap.mmap] = []
+        room = _room() if control.rank == 0 else None  # one looks, before any takes
+        if room is not None and self.nbytes * control.size > room:
+            error = self._cannot_reserve(f"{control.size} ranks share {room >> 20} MiB")
+        control.agree("room for the shared-memory heap", self.nbytes, error)
         try:
             try:
                 fd = self._reserve()
             except OSError as problem:
-                error = RuntimeError(
-                    f"cannot reserve {self.nbytes >> 20} MiB of shared memory for the symmetric heap ({problem}); free memory, or "
-                    "pass a smaller heap_bytes to fluxlike.init"
-                )
+                error = self._cannot_reserve(problem)
             control.agree("making the shared-memory heap", self.nbytes, error)
             opened = control.gather((os.getpid(), fd), "sharing the heap")
             try:
@@ -46,6 +48,12 @@ class ShmSegment:
         self._views = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
         self.local = self._views[control.rank]
         self.addresses = [view.data_ptr() for view in self._views]
+
+    def _cannot_reserve(self, why: OSError | str) -> RuntimeError:
+        return RuntimeError(
+            f"cannot reserve {self.nbytes >> 20} MiB of shared memory a rank for the symmetric heap ({why}); free memory, pass a "
+            "smaller heap_bytes to fluxlike.init, or make smaller contexts"
+        )
 
     def _reserve(self) -> int:
         fd = os.memfd_create("fluxlike-heap", os.MFD_CLOEXEC)
@@ -95,6 +103,17 @@ def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int
         if fd >= 0:
             os.close(fd)
         raise
+
+
+def _room() -> int | None:
+    """Bytes that this machine has free, or that its container may use at most; None if it does not say."""
+    room = []
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        room += [int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:")]
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(limit) as file:  # "max": no limit
+            room.append(int(file.read()))
+    return min(room, default=None)
 
 
 def _map(mine: int | None, pid: int, number: int, nbytes: int) -> mmap.mmap:
