@@ -145,6 +145,8 @@ def _fresh_rank(rank: int, size: int, directory: str, env: dict[str, str], conne
     """A process for one body. The body gets the world's group and calls fluxlike.init itself if it wants it."""
     _settle(rank, directory, env)
     try:
+        if env["FLUXLIKE_TEST_HEAP"] == "nvshmem":
+            torch.cuda.set_device(rank)
         _join_world(rank, size, directory)
         module, qualname, kwargs = pickle.loads(connection.recv_bytes())
         outcome = _attempt(rank, _find(module, qualname), dist.group.WORLD, kwargs)
@@ -344,6 +346,7 @@ def run_fresh(
     world: int = 2,
     env: dict[str, str] | None = None,
     *,
+    heap: str = "shm",
     timeout: float = 60,
     expect_dead: Sequence[int] = (),
     **kwargs: Any,
@@ -351,11 +354,14 @@ def run_fresh(
     """How ``body(group, **kwargs)`` ended on each of ``world`` processes made for this call. Leaves none behind.
 
     fluxlike is not initialised; the body does what it needs. ``expect_dead``: ranks that are meant to die; those that
-    do without being meant to are reported as such in their outcome's ``error``. On the CPU only.
+    do without being meant to are reported as such in their outcome's ``error``. ``heap``: what the body finds in
+    FLUXLIKE_TEST_HEAP; with "nvshmem" each process gets a GPU.
     """
     if TORCHRUN:
         pytest.skip("breaks ranks, so it makes its own; run it without torchrun")
-    processes = _Processes(_fresh_rank, world, env or {})
+    if heap == "nvshmem" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs, torch sees {torch.cuda.device_count()}")
+    processes = _Processes(_fresh_rank, world, {**(env or {}), "FLUXLIKE_TEST_HEAP": heap})
     try:
         processes.ask(range(world), (body.__module__, body.__qualname__, kwargs))
         outcomes = processes.collect(range(world), timeout, math.inf)

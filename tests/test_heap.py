@@ -139,7 +139,7 @@ def test_peers_see_writes():
 
 
 def nobody_died(group):
-    assert world.current().heap.dead_ranks() == []
+    assert world.current().control.board.gone() == []
 
 
 def test_living_ranks_are_not_taken_for_dead():

@@ -44,13 +44,14 @@ class AGGemmContext(Context):
     ) -> None:
         control = resolve(group)
         error = check_arguments("ag_gemm", {"max_m": max_m, "n": 1 if n is None else n, "k": k}, dtype, schedule)
-        control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
-        self.max_m, self.k = max_m, k
-        # What N is like decides who carries the shards, which the ranks must decide alike; a call's own N may differ.
-        self.n = n if n is not None else sum(control.gather(n_here, "create_ag_gemm_context: N"))
-        rows = chunk_rows(max_m, control.size)
-        flags = cdiv(rows, tiling.MIN_TILE)
-        super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
+        with control.lock:
+            control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
+            self.max_m, self.k = max_m, k
+            # What N is like decides who carries the shards, which the ranks must decide alike; a call's own N may differ.
+            self.n = n if n is not None else sum(control.gather(n_here, "create_ag_gemm_context: N"))
+            rows = chunk_rows(max_m, control.size)
+            flags = cdiv(rows, tiling.MIN_TILE)
+            super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
         self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
         racecheck.watch("ag_gemm.pushed", self.pushed)
 
@@ -117,24 +118,27 @@ def ag_gemm(
     Numerics: fp32 accumulation, one rounding; the same bits on every repeat.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit. RuntimeError: no init, closed context.
+        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or K.
+        RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
     validate.context("ag_gemm", ctx, AGGemmContext)
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k = x_shard.shape[1]
-    if ctx is None:
-        columns = sum(w.shape[0] for w in weights)
-        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=columns)
-    validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-    results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
-    gathered = x_shard.new_empty(m, k) if return_gathered else None
-    if m and k:
-        _run(ctx, x_shard, weights, biases, results, gathered)
-    else:
-        for z, b in zip(results, biases, strict=True):
-            z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
+    with control.lock:
+        if ctx is None:
+            columns = sum(w.shape[0] for w in weights)
+            ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=columns)
+        validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
+        results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
+        gathered = x_shard.new_empty(m, k) if return_gathered else None
+        if m and k:
+            _run(ctx, x_shard, weights, biases, results, gathered)
+        else:
+            ctx.record(M=m, K=k)
+            for z, b in zip(results, biases, strict=True):
+                z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
 
@@ -158,7 +162,7 @@ def _run(
     weights = [w if w.shape[0] else w.new_zeros(1, k) for w in weights]
     tile, (shard, *weights) = tiling.readable(tile, capability, full, shard, *weights)
     subs = 1
-    slot = ctx.begin(transport, tile)
+    slot = ctx.begin(transport, tile, M=m, K=k)
 
     def launch(i: int) -> None:
         last = i == len(weights) - 1 and gathered is None

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import lang, sync
-from ..runtime import env, programs, racecheck, shm, world
+from ..runtime import env, programs, racecheck, world
+from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
-from ..runtime.errors import PeerTimeout
+from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
 from . import tiling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,6 +67,8 @@ class Context:
         self.op, self.dtype, self.schedule = op, dtype, schedule
         self.world = world.current()
         self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
+        assert control.board is not None
+        self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
         self.stats = {"calls": 0, "launches": 0, "copies": 0}
         self.last_path = ""
@@ -110,15 +113,32 @@ class Context:
             racecheck.watch(f"{op}.{name}", getattr(self, name))
         self.engine = executor.copy_engine()
         executor.synchronize()
+        self._calls = 0
+        self.board.made += 1
+        self._mended = self.board.mended
+        self.label = f"context {self.board.made} ({op}, {str(dtype).removeprefix('torch.')}, {schedule})"
         _by_ctl[self.ctl.data_ptr()] = self
         self.world.contexts.append(self)
-        control.barrier(f"{op}: context creation")
+        self.board.members.append(self)
+        control.barrier(f"making {self.label}")
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, transport: str, tile: tiling.Tiling) -> int:
-        """Start a call: raise what is known to have failed, order it behind the last one, choose the slot set."""
+    def record(self, **sizes: int) -> None:
+        """Let the peers know of a call with ``sizes``, which must be the same on all ranks; also of one that needs no launch.
+
+        Raises what is known to have failed, and CallMismatch if another rank does something else. Under a graph capture it is
+        the capture that is known to the peers, not the replays.
+        """
         self.raise_if_failed()
+        shown = ", ".join([f"{name}={value}" for name, value in sizes.items()])
+        with self.control.lock:
+            self._calls += 1
+            self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
+
+    def begin(self, transport: str, tile: tiling.Tiling, **sizes: int) -> int:
+        """Start a call: `record` it, order it behind the last one, choose the slot set."""
+        self.record(**sizes)
         self._stream = self.world.executor.on_same_stream(self._stream)
         self.stats["calls"] += 1
         self.last_path = f"{transport}/{'tma' if tile.tma else 'pointer'}"
@@ -134,14 +154,14 @@ class Context:
         self.stats["launches"] += 1
         try:
             self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
-        except PeerTimeout as error:
-            self._error, self._seen = error, True
+        except BaseException as error:
+            self._broken(error)
             raise
 
     def overlapped(self, launch: Callable[[], None], queue: Callable[[], None]) -> None:
         """``launch`` with the copies that ``queue`` queues beside it."""
 
-        def stuck(seconds: float) -> PeerTimeout | None:
+        def stuck(seconds: float) -> Exception | None:
             gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
             if gave_up or seconds > env.timeout_s():
                 return self.give_up(sync.WAIT_SIGNAL.value, self.rank, 1, 0)
@@ -149,8 +169,8 @@ class Context:
 
         try:
             self.world.executor.overlapped(self.engine, launch, queue, stuck)
-        except PeerTimeout as error:
-            self._error, self._seen = error, True
+        except BaseException as error:
+            self._broken(error)
             raise
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
@@ -178,6 +198,7 @@ class Context:
 
     def raise_if_failed(self) -> None:
         """Raise what is known now, without waiting for the device."""
+        self.world.raise_if_forked()
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         if self.failure() is not None:
@@ -187,11 +208,49 @@ class Context:
     def failure(self) -> Exception | None:
         """The error of a call of this context, if one is known by now and whether or not it was raised."""
         if self._error is None and int(self.report[0]) != 0:
-            self._error = PeerTimeout(self._describe(*(int(word) for word in self.report[1:7])))
+            with self.control.lock:
+                words = [int(word) for word in self.report[1:7]]
+                self._error = self.board.diagnose() or PeerTimeout(self._describe(*words))
+                self.board.freeze()
         return self._error
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure."""
+        in_step = not self.closed and self._mended == self.board.mended
+        return in_step and all(getattr(self, name) >= size for name, size in sizes.items())
+
+    def stop(self, error: Exception) -> None:
+        """The ranks of the group are out of step, as ``error`` says: this context fails, and no rank need wait in it any more."""
+        if self._error is None:
+            self._error, self._seen = error, True
+        self._release()
+
+    def _release(self) -> None:
+        """End the waits of this context on all ranks; they name this one."""
+        addresses = [address + 8 * sync.ABORT.value for address in self.block.addresses]
+        try:
+            self.world.executor.post(addresses, self.rank + 1)
+        except RuntimeError as problem:  # a GPU in this state has an error of its own to report
+            world.log.warning("rank %d cannot tell its peers that it gave up: %s", self.group_ranks[self.rank], problem)
+
+    def _broken(self, error: BaseException) -> None:
+        """A call was ended by ``error``: the context is of no more use, and the peers need not wait for the rest of the call."""
+        self._seen = True
+        self.board.freeze()
+        if self._error is not None:
+            return
+        if isinstance(error, (PeerTimeout, CallMismatch, RaceError)):
+            self._error = error
+            return
+        self._error = RuntimeError(
+            f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}); close the context and make "
+            "a new one"
+        )
+        self._release()
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out."""
+        self.world.raise_if_forked()
         self.world.executor.synchronize()
         self.raise_if_failed()
 
@@ -205,16 +264,18 @@ class Context:
             )
         return (
             f"{self.op}: rank {me} waited {env.timeout_s():g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
-            f"(expected {want}, saw {seen}). Check that rank {self.group_ranks[peer]} is alive and makes the same calls in the "
-            "same order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+            f"(expected {want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same "
+            "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
         )
 
-    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> PeerTimeout:
-        """CPU heap: the error of a wait that ran out, after telling every peer."""
+    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
+        """CPU heap: the error of a wait that cannot be met, after telling every peer."""
+        mismatch = self.board.diagnose()
+        if mismatch is not None:
+            return mismatch
         abort = int(self.head[sync.ABORT.value])
         if abort == 0:
-            for address in self.block.addresses:
-                shm.words(address, 1)[sync.ABORT.value] = self.rank + 1
+            self._release()
         message = self._describe(what, peer, want, seen, int(self.ctl[sync.EPOCH.value]) + 1, abort)
         return PeerTimeout(f"{cause}{message}")
 
@@ -228,9 +289,11 @@ class Context:
         """Give the memory back; collective over the group, and harmless when called again.
 
         Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
-        the missing rank may still write to) and goes on.
+        the missing rank may still write to) and goes on. In a forked child it does nothing: the memory is the parent's.
+
+        Raises CallMismatch, when all is done, if this rank learns only here that the ranks are out of step.
         """
-        if self.closed:
+        if self.closed or self.world.is_forked:
             return
         self.closed = True
         self.world.executor.synchronize()
@@ -241,18 +304,23 @@ class Context:
             self.engine.close()
         for name in self.watched:
             racecheck.unwatch(getattr(self, name))
-        try:
-            self.control.barrier(f"{self.op}: closing a context")
-        except RuntimeError as error:
-            world.log.warning("rank %d: %s", self.group_ranks[self.rank], error)
-            return
-        self.world.heap.free(self.block)
+        everyone, mismatch = self.control.part(f"closing {self.label}")
+        self.board.members.remove(self)
+        if everyone:
+            self.world.heap.free(self.block)
+        if mismatch is not None:
+            raise mismatch
 
     def __enter__(self) -> "Context":
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.close()
+        except CallMismatch as mismatch:
+            if error is None:
+                raise
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], mismatch)  # beside the error that is on its way
 
 
 _by_ctl: dict[int, Context] = {}
@@ -271,10 +339,12 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
     if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
         raise context.give_up(what, peer, want, seen)
     if turn % 64 == 63:
-        dead = [rank for rank in context.world.heap.dead_ranks() if rank in context.world.indices(context.control)]
-        if dead:
-            names = ", ".join(str(context.world.control.ranks[rank]) for rank in dead)
-            raise context.give_up(what, peer, want, seen, f"rank(s) {names} died. ")
+        mismatch = context.board.diagnose()
+        if mismatch is not None:
+            raise mismatch
+        gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
+        if gone:
+            raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ")
     if time.monotonic() - _waits[me] > env.timeout_s():
         raise context.give_up(what, peer, want, seen)
 
@@ -298,7 +368,7 @@ def kept(
     this = world.current()
     key = (kind, control.name, dtype)
     context = this.cached.get(key)
-    if context is not None and not context.closed and all(getattr(context, name) >= size for name, size in sizes.items()):
+    if context is not None and context.fits(sizes):
         return context
     if this.executor.is_capturing():
         raise RuntimeError(
@@ -308,6 +378,7 @@ def kept(
     wanted = {name: min(1 << max(size - 1, 0).bit_length(), tiling.MAX_SIZE) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
+        control.agree(f"replacing {context.label}", wanted)
         context.close()
     this.cached[key] = context = kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
     return context

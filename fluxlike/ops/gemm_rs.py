@@ -39,13 +39,14 @@ class GemmRSContext(Context):
     ) -> None:
         control = resolve(group)
         error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": 1 if k is None else k}, dtype, schedule)
-        control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
-        self.max_m, self.n = max_m, n
-        # What K is like decides how a chunk is cut, which the ranks must do alike; a call's own K may differ between them.
-        self.k = k if k is not None else sum(control.gather(k_here, "create_gemm_rs_context: K"))
-        rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
-        flags = cdiv(rows, tiling.MIN_TILE) * cdiv(n, tiling.MIN_TILE)
-        super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
+        with control.lock:
+            control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
+            self.max_m, self.n = max_m, n
+            # What K is like decides how a chunk is cut, which the ranks must do alike; a call's own K may differ between them.
+            self.k = k if k is not None else sum(control.gather(k_here, "create_gemm_rs_context: K"))
+            rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
+            flags = cdiv(rows, tiling.MIN_TILE) * cdiv(n, tiling.MIN_TILE)
+            super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
         self.local = torch.empty(
             self.set_elements if schedule != "in_kernel" and control.size > 1 else 16, dtype=dtype, device=self.device
         )
@@ -100,23 +101,26 @@ def gemm_rs(
     the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit. RuntimeError: no init, closed context.
+        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N.
+        RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
     validate.context("gemm_rs", ctx, GemmRSContext)
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
-    if ctx is None:
-        ctx = kept(GemmRSContext, resolve(group), x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
-    validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-    rows = rows_of(m, ctx.size, ctx.rank)
-    y = validate.output("gemm_rs", out, (rows, n), x, weight, bias)
-    if m == 0 or n == 0:
+    control = resolve(group) if ctx is None else ctx.control
+    with control.lock:
+        if ctx is None:
+            ctx = kept(GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
+        validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
+        if m == 0 or n == 0:
+            ctx.record(M=m, N=n)
+            return y
+        if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
+            x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
+        _run(ctx, x, weight, bias, y)
         return y
-    if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
-        x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
-    _run(ctx, x, weight, bias, y)
-    return y
 
 
 def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
@@ -130,7 +134,7 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     subs = _subs(full, n, ctx.k, ranks, x.element_size()) if transport == "copy_engine" else 1
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
-    slot = ctx.begin(transport, tile)
+    slot = ctx.begin(transport, tile, M=m, N=n)
     half = [tile.bm, tile.bn // 2]
     operands: list[Any] = [x, weight]
     local: Any = ctx.local

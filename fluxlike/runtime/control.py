@@ -6,16 +6,26 @@ without ``torch.distributed.new_group``: that is collective over the whole world
 each rank has made, which differs between ranks of overlapping groups.
 """
 
+import ctypes
+import functools
+import logging
+import os
+import threading
+import weakref
 from collections import Counter
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from . import env, wire
-from .errors import PeerTimeout
+from .errors import CallMismatch, PeerTimeout
+
+if TYPE_CHECKING:
+    from .calls import CallBoard
+
+log = logging.getLogger("fluxlike")
 
 #: How often these ranks have made connections: the same number on all of them, so part of a name they agree on.
 _made: Counter[tuple[int, ...]] = Counter()
@@ -23,6 +33,20 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 #: The race checker, while there is one: ranks that agree on the host are ordered by that.
 observer: Any = None
+
+
+_connections: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_keep)
+
+
+def _keep() -> None:
+    """In a forked child gloo's threads are not there, and its destructor would wait for them: it may never run."""
+    for connection in _connections:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
 class ControlGroup:
@@ -34,6 +58,10 @@ class ControlGroup:
         self.size: int = len(self.ranks)
         self.name: str = group.group_name
         self.group = group
+        #: Held for a whole call or meeting: threads of one rank take turns on a group, as its ranks must all see one order.
+        self.lock = threading.RLock()
+        #: What the ranks do, for comparison; None until it is made.
+        self.board: CallBoard | None = None
         _made[tuple(self.ranks)] += 1
         name = f"fluxlike/{'-'.join(map(str, self.ranks))}/{_made[tuple(self.ranks)]}"
         store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -48,6 +76,8 @@ class ControlGroup:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
+        _connections.add(self._gloo)
+        _watch_forks()
 
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
@@ -56,18 +86,38 @@ class ControlGroup:
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's ``value`` as `wire` has it, in group order. PeerTimeout if a rank does not come."""
-        known = None if observer is None else observer.publish().tolist()
-        said = wire.exchange((what, value, known), self.ranks, partial(self._all_gather, what))
-        for index, (theirs, _, _) in enumerate(said):
+        """Every rank's ``value`` as `wire` has it, in group order. PeerTimeout if a rank does not come.
+
+        CallMismatch if the ranks were not in step before, then with this rank's contexts ended and the ranks in step again.
+        """
+        with self.lock:
+            told = self.board is not None and self.board.frozen
+            try:
+                said = self._meet(value, what)
+            except CallMismatch:
+                if not told:
+                    raise
+                said = self._meet(value, what)  # this rank has raised before: it waits for those that raise only now
+        for index, (theirs, *_) in enumerate(said):
             if theirs != what:
                 raise RuntimeError(
                     f"rank {self.ranks[self.rank]} is at '{what}' and rank {self.ranks[index]} at '{theirs}'; all ranks of the "
                     "group must make the same collective calls in the same order"
                 )
         if observer is not None:
-            observer.learn([clock for _, _, clock in said])
-        return [value for _, value, _ in said]
+            observer.learn([clock for _, _, clock, _ in said])
+        return [value for _, value, _, _ in said]
+
+    def _meet(self, value: Any, what: str) -> list[Any]:
+        """What every rank came for, its value, its clocks and its state. CallMismatch if a rank must be told that they differ."""
+        state = None if self.board is None else self.board.state()
+        if self.board is not None:
+            self.board.meet(what)
+        known = None if observer is None else observer.publish().tolist()
+        said = wire.exchange((what, value, known, state), self.ranks, functools.partial(self._all_gather, what))
+        if self.board is not None:
+            self.board.settle([theirs[3] for theirs in said], {theirs[0] for theirs in said})
+        return said
 
     def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
@@ -101,3 +151,20 @@ class ControlGroup:
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""
         self.gather(None, what)
+
+    def part(self, what: str) -> tuple[bool, CallMismatch | None]:
+        """The barrier before ranks go apart, which those out of step meet at, too: whether all came, and what they must be told.
+
+        The error is one that this rank learns of here: it belongs raised, but after the leaving.
+        """
+        mismatch, told = None, self.board is not None and self.board.frozen
+        for _ in range(3):  # once found, told to the ranks that do not know, in step again
+            try:
+                self.barrier(what)
+                return True, mismatch
+            except CallMismatch as error:
+                mismatch = mismatch or (None if told else error)
+            except RuntimeError as error:
+                log.warning("rank %d: %s", self.ranks[self.rank], error)
+                return False, mismatch
+        return False, mismatch

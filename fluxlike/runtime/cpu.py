@@ -134,6 +134,11 @@ class CpuExecutor:
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
+    def post(self, addresses: list[int], value: int) -> None:
+        """Set the 32-bit words at ``addresses`` on any rank, now."""
+        for address in addresses:
+            shm.words(address, 1, np.int32)[0] = value
+
     def synchronize(self) -> None:
         """Launches are synchronous."""
 

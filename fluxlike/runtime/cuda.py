@@ -119,8 +119,14 @@ class CudaExecutor:
 
     def start(self, control: ControlGroup) -> None:
         nvshmem.start(self.device, control)
+        self._cu = _driver()
+        # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
+        result = self._cu.cuStreamCreate(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        _check(result, "cuStreamCreate")
+        self._posts = result[1]
 
     def stop(self) -> None:
+        _check(self._cu.cuStreamDestroy(self._posts), "cuStreamDestroy")
         nvshmem.stop()
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
@@ -136,6 +142,13 @@ class CudaExecutor:
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+
+    def post(self, addresses: list[int], value: int) -> None:
+        """Set the 32-bit words at ``addresses`` on any rank, now: past whatever this GPU has queued and waits for."""
+        with torch.cuda.device(self.device):
+            for address in addresses:
+                _check(self._cu.cuStreamWriteValue32(self._posts, address, value, 0), "cuStreamWriteValue32")
+            _check(self._cu.cuStreamSynchronize(self._posts), "cuStreamSynchronize")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -4,6 +4,7 @@ What a call launches (which kernel, tile, constants, pointers or descriptors) de
 capability. Here that can be asked for any GPU and any number of ranks, in one process.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -43,6 +44,17 @@ class Record(NamedTuple):
     contexts: list[Any]
 
 
+class DryBoard:
+    """`CallBoard` of ranks that never differ."""
+
+    def __init__(self) -> None:
+        self.made = self.mended = 0
+        self.members: list[Any] = []
+
+    def call(self, text: str) -> None:
+        """All make it."""
+
+
 class DryControl:
     """`ControlGroup` of ranks that all say the same."""
 
@@ -50,6 +62,7 @@ class DryControl:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ranks = rank, size, list(range(size))
+        self.lock, self.board = threading.RLock(), DryBoard()
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value] * self.size
@@ -61,6 +74,9 @@ class DryControl:
     def barrier(self, what: str) -> None:
         """Nobody to wait for."""
 
+    def part(self, what: str) -> tuple[bool, None]:
+        return True, None
+
 
 class DrySegment:
     def __init__(self, nbytes: int, control: Any) -> None:
@@ -69,9 +85,6 @@ class DrySegment:
 
     def view(self, index: int) -> torch.Tensor:
         return self.local
-
-    def dead_ranks(self) -> list[int]:
-        return []
 
     def close(self) -> None:
         """No memory to free."""
@@ -122,6 +135,8 @@ class DryExecutor:
 class DryWorld:
     """`World` of ``ranks`` ranks, seen from ``rank``."""
 
+    is_forked = False
+
     def __init__(self, capability: tuple[int, int], ranks: int, rank: int) -> None:
         self.control = DryControl(rank, ranks)
         self.rank, self.size, self.device = rank, ranks, DEVICE
@@ -135,6 +150,9 @@ class DryWorld:
 
     def indices(self, control: Any) -> list[int]:
         return control.ranks
+
+    def raise_if_forked(self) -> None:
+        """It is not."""
 
 
 @contextmanager

@@ -8,6 +8,12 @@ class PeerTimeout(RuntimeError):
     fluxlike_passthrough = True
 
 
+class CallMismatch(ValueError):
+    """The ranks of a group do different things: other calls, other sizes, another order. The message says who does what."""
+
+    fluxlike_passthrough = True
+
+
 class RaceError(RuntimeError):
     """FLUXLIKE_RACECHECK=1: two accesses to the same memory that nothing orders. The message names both."""
 

@@ -5,6 +5,7 @@ Memory comes in *segments* that every rank of the world makes together (an NVSHM
 and close contexts at different times therefore do not disturb each other.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,7 +23,6 @@ class Segment(Protocol):
     addresses: list[int]
 
     def view(self, index: int) -> torch.Tensor: ...
-    def dead_ranks(self) -> list[int]: ...
     def close(self) -> None: ...
 
 
@@ -63,6 +63,7 @@ class SymmetricHeap:
         self._make, self._world = make_segment, world
         self.segments: list[Segment] = []
         self._free: list[Free] = []
+        self._lock = threading.Lock()
         self._grow(nbytes)
 
     def _grow(self, nbytes: int) -> None:
@@ -77,23 +78,38 @@ class SymmetricHeap:
         collective over the world: RuntimeError with the remedy.
         """
         nbytes = -(-nbytes // ALIGN) * ALIGN
-        place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
-        if place is None and control.size == self._world.size:
-            self._grow(max(nbytes, self.segments[0].nbytes))
-            place = (len(self.segments) - 1, 0)
-        if place is None:
-            raise RuntimeError(
-                f"the symmetric heap ({self.nbytes >> 20} MiB a rank) has no {nbytes >> 20} MiB free for "
-                f"the group of ranks {control.ranks}, and growing it takes every rank of the world; pass a larger heap_bytes to "
-                "fluxlike.init, set FLUXLIKE_HEAP_BYTES, or close contexts"
-            )
-        index, offset = place
-        self._free[index] = take(self._free[index], offset, nbytes)
-        return Block(index, self.segments[index], offset, nbytes, indices)
+        while True:
+            place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
+            if place is None and control.size == self._world.size:
+                with self._world.lock:
+                    self._grow(max(nbytes, self.segments[0].nbytes))
+                    place = (len(self.segments) - 1, 0)
+            if place is None:
+                raise RuntimeError(
+                    f"the symmetric heap ({self.nbytes >> 20} MiB a rank) has no {nbytes >> 20} MiB free for the group of ranks "
+                    f"{control.ranks}, and growing it takes every rank of the world; pass a larger heap_bytes to fluxlike.init, "
+                    "set FLUXLIKE_HEAP_BYTES, or close contexts"
+                )
+            # Another thread, for another group, may have taken the range since: then all ranks of this one look again.
+            taken = self._take(*place, nbytes)
+            if all(control.gather(taken, "taking it")):
+                return Block(place[0], self.segments[place[0]], place[1], nbytes, indices)
+            if taken:
+                self._give(*place, nbytes)
+
+    def _take(self, index: int, offset: int, nbytes: int) -> bool:
+        with self._lock:
+            free = any(start <= offset and offset + nbytes <= start + size for start, size in self._free[index])
+            self._free[index] = take(self._free[index], offset, nbytes) if free else self._free[index]
+            return free
+
+    def _give(self, index: int, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self._free[index] = give(self._free[index], offset, nbytes)
 
     def free(self, block: Block) -> None:
         """Give a block back. The caller has made sure that no rank of its group uses it any more."""
-        self._free[block.segment_index] = give(self._free[block.segment_index], block.offset, block.nbytes)
+        self._give(block.segment_index, block.offset, block.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +120,6 @@ class SymmetricHeap:
     def in_use(self) -> int:
         """Bytes of them that belong to a block."""
         return self.nbytes - sum(size for free in self._free for _, size in free)
-
-    def dead_ranks(self) -> list[int]:
-        return self.segments[0].dead_ranks()
 
     def close(self) -> None:
         """Collective over the world, newest segment first."""

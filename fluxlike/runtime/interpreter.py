@@ -17,9 +17,8 @@ calls the kernel as Python. As shipped it cannot serve here, for five reasons, a
 
 Everything else — loads, stores, atomics that are real atomics across processes — is Triton's own code.
 
-One call at a time: ``triton.language`` is shared by the process, so `run` takes a lock, and while it lasts no other
-thread may compile or interpret a kernel by other means. Kernels that wait for each other belong in one grid or in
-different processes; two threads of one process cannot wait for each other's `run`.
+``triton.language`` is shared by the process: while one thread is in `run`, others may be so, too, but may not compile or
+interpret a kernel by other means.
 """
 
 from __future__ import annotations
@@ -55,7 +54,9 @@ _COMPILE_OPTIONS = frozenset(
 )
 _MISSING = object()
 
-_run_lock = threading.Lock()
+_patch_lock = threading.Lock()
+_inside: set[int] = set()  # threads in `run`
+_saved: list[tuple[Any, str, Any]] = []  # what was there before they came
 
 
 # bfloat16, kept by the interpreter as its bits in uint16
@@ -394,16 +395,24 @@ def _restore(saved: list[tuple[Any, str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """triton.language works on numpy inside; outside everything is the very object it was, last set first restored."""
-    saved: list[tuple[Any, str, Any]] = []
+    """triton.language works on numpy inside; outside everything is the very object it was, last set first restored.
+
+    Of several threads the first sets and the last restores.
+    """
+    me = threading.get_ident()
     try:
-        for owner, name, value in _patches():
-            # From the class itself, not by getattr: an inherited attribute must be deleted, not copied down.
-            saved.append((owner, name, vars(owner).get(name, _MISSING)))
-            setattr(owner, name, value)
+        with _patch_lock:
+            for owner, name, value in () if _inside else _patches():
+                # From the class itself, not by getattr: an inherited attribute must be deleted, not copied down.
+                _saved.append((owner, name, vars(owner).get(name, _MISSING)))
+                setattr(owner, name, value)
+            _inside.add(me)
         yield
     finally:
-        _restore(saved)
+        with _patch_lock:
+            _inside.discard(me)
+            if not _inside:
+                _restore(_saved)
 
 
 # the call
@@ -472,7 +481,7 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     bound.apply_defaults()
     if x * y * z <= 0:
         return
-    with _run_lock, _patched():
+    with _patched():
         values = {k: _plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
         body = functools.partial(_interpreted(fn), **values)
         programs.run_grid(fn.__name__, body, (x, y, z))

@@ -88,10 +88,6 @@ class NvshmemSegment:
 
         return self.local if index == self._rank else nvshmem.get_peer_tensor(self.local, index)
 
-    def dead_ranks(self) -> list[int]:
-        """Not known on GPUs: a dead rank shows as a wait that runs out."""
-        return []
-
     def close(self) -> None:
         import nvshmem.core as nvshmem
 

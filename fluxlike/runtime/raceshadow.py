@@ -17,15 +17,14 @@ One lock guards it: a file lock between the processes, which dies with its holde
 """
 
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Iterator
 
 import numpy as np
 
-from . import memfd
 from .control import ControlGroup
+from .shm import share
 
 GRANULE = 2
 RECORDS = 1 << 19
@@ -41,28 +40,6 @@ WRITE, READS, ATOMICS, SIGNAL = range(4)  # of a cell
 TID, CLOCK, SITE, NEXT, PROGRAM, KIND = range(6)  # of a record
 
 
-def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int]:
-    """Sparse zeroed memory that all ranks of ``control`` map, made by the first, and a descriptor of it. Collective."""
-    fd, error = -1, None
-    if control.rank == 0:
-        try:
-            fd = memfd.make("fluxlike-racecheck", nbytes, reserve=False)
-        except OSError as problem:
-            error = RuntimeError(f"the race checker cannot make its shared memory ({problem})")
-    control.agree(what, nbytes, error)
-    pid, number = control.gather((os.getpid(), fd), what)[0]
-    memory = None
-    try:
-        if control.rank != 0:
-            fd = memfd.open_peer(pid, number, nbytes)
-        memory = mmap.mmap(fd, nbytes)
-    except OSError as problem:
-        error = RuntimeError(f"the race checker cannot map its shared memory ({problem}); all ranks must run on one host")
-    control.agree(what, nbytes, error)
-    assert memory is not None
-    return memory, fd
-
-
 class Area:
     """The cells of some memory, ``bytes_each`` of each rank."""
 
@@ -70,7 +47,7 @@ class Area:
         self.granules_each = bytes_each // GRANULE
         count = self.granules_each * control.size
         chunks = -(-count // _CHUNK)
-        memory, fd = share(16 * count + chunks, control, "making the race checker's cells")
+        memory, fd = share(16 * count + chunks, control, "the race checker's cells")
         os.close(fd)
         everything = np.frombuffer(memory, np.uint8)
         self.cells = everything[: 16 * count].view(np.uint32).reshape(count, 4)
@@ -102,7 +79,7 @@ class Shadow:
             ("signals", np.int64, (threads,)),  # how many each thread has given
         ]
         sizes = [-(-int(np.prod(shape)) * np.dtype(kind).itemsize // 64) * 64 for _, kind, shape in fields]
-        memory, self._fd = share(sum(sizes), control, "making the race checker's tables")
+        memory, self._fd = share(sum(sizes), control, "the race checker's tables")
         everything = np.frombuffer(memory, np.uint8)
         start = 0
         for (name, kind, shape), size in zip(fields, sizes, strict=True):

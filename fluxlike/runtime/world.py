@@ -2,13 +2,16 @@
 
 import logging
 import os
+import threading
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from . import env, racecheck
+from .calls import CallBoard
 from .control import ControlGroup
+from .errors import CallMismatch
 from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
@@ -24,7 +27,9 @@ class World:
 
     def __init__(self, group: dist.ProcessGroup, heap: str, heap_bytes: int | None, owns_torch: bool) -> None:
         self.group, self.owns_torch = group, owns_torch
-        self.control = ControlGroup(group)
+        self._process = os.getpid()
+        self._connecting: dict[str, threading.Lock] = {}
+        self.control = _connect(group)
         self.rank, self.size = self.control.rank, self.control.size
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
@@ -63,14 +68,30 @@ class World:
     def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
         """The control group of a torch group; the first call for a group is collective over it."""
         group = group or self.group
-        known = self._controls.get(group.group_name)
+        name = group.group_name
+        known = self._controls.get(name)
         if known is None:
             ranks = dist.get_process_group_ranks(group)
             outside = [rank for rank in ranks if rank not in self.control.ranks]
             if outside:
                 raise ValueError(f"ranks {outside} of the group are outside the group given to fluxlike.init; init with all ranks")
-            known = self._controls[group.group_name] = ControlGroup(group)
+            with self._connecting.setdefault(name, threading.Lock()):
+                known = self._controls.get(name) or _connect(group)
+                self._controls[name] = known
         return known
+
+    @property
+    def is_forked(self) -> bool:
+        """This process is a child of the rank, and has its memory but neither its threads nor its connections."""
+        return self._process != os.getpid()
+
+    def raise_if_forked(self) -> None:
+        if self.is_forked:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.control.ranks[self.rank]} (process {self._process}), which "
+                "has initialised fluxlike, and cannot use it; start processes with multiprocessing.get_context('spawn'), or fork "
+                "before fluxlike.init"
+            )
 
     def indices(self, control: ControlGroup) -> list[int]:
         """The ranks of a group as indices of the world."""
@@ -81,13 +102,13 @@ class World:
         self.executor.synchronize()
         unseen = [failure for context in self.contexts if (failure := context.unseen_failure()) is not None]
         for context in list(self.contexts):
-            context.close()
-        try:
-            self.control.barrier("fluxlike.finalize")
-            everyone = True
-        except RuntimeError as error:
-            everyone = False
-            log.warning("rank %d leaves alone: %s", self.rank, error)
+            try:
+                context.close()
+            except CallMismatch as error:
+                unseen.append(error)
+        everyone, mismatch = self.control.part("fluxlike.finalize")
+        if mismatch is not None:
+            unseen.append(mismatch)
         if everyone:
             self.heap.close()
             self.executor.stop()
@@ -95,6 +116,13 @@ class World:
             control.close()
         if unseen:
             raise unseen[0]
+
+
+def _connect(group: dist.ProcessGroup) -> ControlGroup:
+    """The ranks of a group, connected on the host and each with a board that the others see. Collective."""
+    control = ControlGroup(group)
+    control.board = CallBoard(control)
+    return control
 
 
 def _heap_size(heap_bytes: int | None) -> int | None:
@@ -144,6 +172,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
     """
     global _world
     if _world is not None:
+        _world.raise_if_forked()
         raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")
     logging.getLogger("fluxlike").setLevel(env.get("FLUXLIKE_LOG"))
     owns_torch = not dist.is_initialized()
@@ -168,23 +197,27 @@ def _init_torch(heap: str) -> None:
 
 
 def current() -> World:
-    """The world, or RuntimeError before init."""
+    """The world, or RuntimeError before init and in a forked child."""
     if _world is None:
         raise RuntimeError("fluxlike is not initialised on this rank; call fluxlike.init() on every rank first")
+    _world.raise_if_forked()
     return _world
 
 
 def is_initialized() -> bool:
     """Whether this process is between init and finalize."""
-    return _world is not None
+    return _world is not None and not _world.is_forked
 
 
 def finalize() -> None:
     """End fluxlike: close every context and the heap. Collective; safe after an error, and without init it does nothing.
 
-    Raises the error of a context whose failure nobody has seen yet, after everything is closed.
+    Raises the error of a context whose failure nobody has seen yet, after everything is closed. In a forked child it does nothing:
+    what is open belongs to the parent.
     """
     global _world
+    if _world is not None and _world.is_forked:
+        return
     world, _world = _world, None
     if world is None:
         return

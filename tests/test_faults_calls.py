@@ -1,0 +1,213 @@
+"""Ranks that do different things, or nothing, in a call: all are told what and by whom, soon, and can go on.
+
+Nothing here ends a process, so the same tests run on GPUs under torchrun. A wait may last a minute; that errors come in a part of
+it shows that nobody waited for them.
+"""
+
+import os
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCHEDULES
+from faults import LIMIT_S, OPS, call, make_context, told, works
+from ranks import device, run_ranks
+
+import fluxlike
+from fluxlike.runtime import calls, world
+
+SOON_S = 30.0
+
+
+def empty(ctx, n: int = 128) -> None:
+    """A call without rows: no launch, no wait."""
+    x, w = torch.zeros(0, 64, device=ctx.device), torch.zeros(n, 64, device=ctx.device)
+    fluxlike.gemm_rs(x, w, ctx) if ctx.op == "gemm_rs" else fluxlike.ag_gemm(x, w, ctx, m=0)
+
+
+RS, AG, RS16 = ("gemm_rs", torch.float32), ("ag_gemm", torch.float32), ("gemm_rs", torch.bfloat16)
+#: name: the contexts, what one rank does with them, what the others do, and words of both that all messages have
+DISAGREEMENTS = {
+    "another operation": ((RS, AG), lambda r, a: call(r, 5), lambda r, a: call(a, 5), "(gemm_rs, float", "(ag_gemm, float"),
+    "another M of gemm_rs": ((RS,), lambda r: call(r, 5, m=33), lambda r: call(r, 5, m=34), "M=33, N=128", "M=34, N=128"),
+    "another N of gemm_rs": ((RS,), lambda r: call(r, 5, n=64), lambda r: call(r, 5), "N=64", "N=128"),
+    "another M of ag_gemm": ((AG,), lambda a: call(a, 5, m=65), lambda a: call(a, 5, m=63), "M=65, K=64", "M=63, K=64"),
+    "another K of ag_gemm": ((AG,), lambda a: call(a, 5, k=48), lambda a: call(a, 5), "K=48", "K=64"),
+    "another dtype": ((RS, RS16), lambda r, h: call(r, 5), lambda r, h: call(h, 5), "gemm_rs, float32", "gemm_rs, bfloat16"),
+    "no rows": ((RS,), lambda r: (empty(r), call(r, 6)), lambda r: call(r, 5), "M=0, N=128", "N=128"),
+    "another order": (
+        (RS, AG),
+        lambda r, a: (call(r, 5), call(a, 6)),
+        lambda r, a: (call(a, 6), call(r, 5)),
+        "(gemm_rs, float",
+        "(ag_gemm, float",
+    ),
+    "one call more": ((RS,), lambda r: call(r, 5), lambda r: None, "call 2 of context", "closing context"),
+    "one call less": ((AG,), lambda a: None, lambda a: call(a, 5), "closing context", "call 2 of context"),
+}
+
+
+def disagree(group, late):
+    """Each disagreement in turn; ``late``: who comes later, so that each side is once in its wait and once in front of it."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    odd = size - 1
+    for name, (kinds, one, others, *words) in DISAGREEMENTS.items():
+        made = [make_context(op, SCHEDULES[i % 2], group, dtype) for i, (op, dtype) in enumerate(kinds)]
+        for ctx in made:
+            call(ctx, 1)
+        dist.barrier(group)
+        if (rank == odd) == (late == "the odd one"):
+            time.sleep(0.3)
+        said, took = told(lambda: (one if rank == odd else others)(*made), ValueError)  # noqa: B023
+        again = [told(partial(call, ctx, 7), ValueError)[0] for ctx in made] if said else []
+        assert all(text == said for text in again), f"{name}: {said}, but other contexts of the group: {again}"
+        for ctx in made:
+            closing, seconds = told(ctx.close, ValueError)
+            assert not (said and closing), f"{name}: told twice, {said} and {closing}"
+            said, took = said or closing, took + seconds
+        for word in (*words, f"rank {odd} ", "the same calls, with the same sizes, in the same order", "make new ones"):
+            assert word in said, f"{name}: {word!r} is not in: {said}"
+        assert took < SOON_S, f"{name}: told after {took:.1f} s: {said}"
+    works(group)
+
+
+@pytest.mark.parametrize("late", ("the odd one", "the others"))
+@pytest.mark.parametrize("world", (2, 3, 4))
+def test_ranks_that_make_different_calls(world, late):
+    run_ranks(disagree, world, late=late, timeout=240)
+
+
+def kept_contexts(group):
+    """Without a context of the caller's: the sizes decide whether one rank grows it while the others call."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def act(m):
+        x, w = torch.ones(m, 8, device=device()), torch.ones(16, 8, device=device())
+        y = fluxlike.gemm_rs(x, w, group=group)
+        torch.cuda.synchronize() if y.is_cuda else None
+        assert y.eq(8 * size).all()
+
+    act(24)
+    for m in (16, 4096):
+        dist.barrier(group)
+        time.sleep(0.3 if (rank == 0) == (m == 16) else 0)
+        said, took = told(lambda: act(m if rank == 0 else 24), ValueError)  # noqa: B023
+        assert f"M={m}, N=16" in said or "replacing context" in said, said
+        assert "M=24, N=16" in said and took < SOON_S, f"after {took:.1f} s: {said}"
+        works(group)  # the ranks meet here, with contexts of their own
+        act(24)
+
+
+def test_contexts_that_are_kept():
+    run_ranks(kept_contexts, 2)
+
+
+def wrap(group):
+    """More calls than the ring has entries; then a difference, and one that is overwritten when the other rank comes."""
+    rank = dist.get_rank(group)
+    ctx = make_context("gemm_rs", "in_kernel", group)
+    for _ in range(calls.RING + 7):
+        empty(ctx)
+    call(ctx, 1)
+    dist.barrier(group)
+    said, _ = told(partial(call, ctx, 3, m=30 + rank), ValueError)
+    assert "M=30, N=128" in said and "M=31, N=128" in said, said
+    ctx.close()
+    ctx = make_context("gemm_rs", "in_kernel", group)
+    for number in range(2 * calls.RING if rank == 0 else 0):
+        empty(ctx, 127 if number == 0 else 128)
+    dist.barrier(group)
+    if rank == 1:
+        said, _ = told(lambda: [empty(ctx) for _ in range(2 * calls.RING)], ValueError)
+        assert "ranks 1 and 0 have made different calls before 'call " in said, said
+    dist.barrier(group)
+    ctx.close()  # rank 0 is too far ahead to be told, and made no call that anyone missed
+    works(group)
+
+
+def test_more_calls_than_the_board_has_entries():
+    run_ranks(wrap, 2)
+
+
+_groups: list = []
+
+
+def two_groups(group):
+    """The ranks of one group fall out of step; another group of the same ranks, and one of some of them, do not notice."""
+    if not _groups:
+        _groups.extend([dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1])])
+    rank = dist.get_rank()
+    broken = make_context("gemm_rs", "in_kernel", group)
+    fine = [make_context(op, "copy_engine", g) for g in _groups for op in OPS if rank in dist.get_process_group_ranks(g)]
+    for ctx in fine:
+        call(ctx, 1)
+    said, _ = told(partial(call, broken, 2, m=20 + rank // 2), ValueError)
+    assert "M=20" in said and "M=21" in said, said
+    for ctx in fine:
+        call(ctx, 2)
+    assert said == told(partial(call, broken, 3), ValueError)[0]
+    for ctx in (broken, *fine):
+        ctx.close()
+    works(group)
+
+
+def test_another_group_goes_on():
+    run_ranks(two_groups, 4, makes_groups=True)
+
+
+def raises_in_the_middle(group):
+    """One rank leaves a ``with`` by an exception of its own, which comes out as it is; the others learn that it has left."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+
+    def act():
+        with make_context("gemm_rs", "in_kernel", group) as ctx:
+            call(ctx, 1)
+            if rank == size - 1:
+                time.sleep(0.3)
+                raise KeyError("of the caller")
+            call(ctx, 2)
+
+    said, took = told(act, KeyError, ValueError)
+    if rank == size - 1:
+        assert said == "KeyError: 'of the caller'"
+    else:
+        for word in (f"rank {size - 1} ", "'closing context", "'call 2"):
+            assert word in said, said
+        assert took < SOON_S
+    works(group)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_rank_that_raises_an_exception(world):
+    run_ranks(raises_in_the_middle, world)
+
+
+def loses_a_copy_signal(group, op):
+    """The flag behind a copy does not arrive, on GPUs either: a time-out within its limit, and new contexts work."""
+    rank = dist.get_rank(group)
+    before = os.environ["FLUXLIKE_TIMEOUT_S"]
+    # Its own waits fail as a consequence; with more patience it leaves the first word to the one who met the cause.
+    os.environ["FLUXLIKE_TIMEOUT_S"] = str(LIMIT_S if rank else 4 * LIMIT_S)
+    try:
+        ctx = make_context(op, "copy_engine", group)
+        call(ctx, 1)
+        dist.barrier(group)
+        if rank == 0:
+            write = ctx.engine.write
+            ctx.engine.write = lambda address, value: write(address, value) if value == 0 else None
+        said, took = told(lambda: [call(ctx, seed) for seed in (2, 3, 4)], fluxlike.PeerTimeout)
+    finally:
+        os.environ["FLUXLIKE_TIMEOUT_S"] = before
+    assert f"{op}: rank {rank} " in said and took < SOON_S, f"after {took:.1f} s: {said!r}"
+    ctx.close()
+    works(group)
+    return said if rank != 0 else ""
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_lost_signal_of_the_copy_engine(op):
+    said = run_ranks(loses_a_copy_signal, 2, op=op)[1]
+    for word in (f"waited {LIMIT_S:g} s for rank 0", "expected", "saw", "Rank 0 ", "FLUXLIKE_TIMEOUT_S"):
+        assert word in said, said

@@ -1,0 +1,238 @@
+"""What a program does to its own rank: closing twice, forking, threads, an interrupt that is caught. On GPUs under torchrun."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import SCHEDULES
+from faults import OPS, call, make_context, told, works
+from ranks import device, run_ranks
+
+import fluxlike
+from fluxlike.runtime import world
+
+SOON_S = 30.0
+
+
+def closes_twice(group):
+    """Also inside the ``with`` that closes it, and after the end of it."""
+    for op in OPS:
+        with make_context(op, "copy_engine", group) as ctx:
+            call(ctx, 1)
+            ctx.close()
+            ctx.close()
+            for act in (partial(call, ctx, 2), ctx.check, partial(ctx.record, M=1)):
+                said, _ = told(act, RuntimeError)
+                assert f"{op}: this context is closed" in said and f"create_{op}_context" in said, said
+        ctx.close()
+    works(group)
+
+
+def test_a_context_closed_twice():
+    run_ranks(closes_twice, 3)
+
+
+def wait_for(pid: int) -> int:
+    """The exit code of a child, which must end within `SOON_S`."""
+    deadline = time.monotonic() + SOON_S
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError("the forked child did not end")
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def in_a_child(act) -> None:
+    """``act()`` in a forked child. What it says goes to the parent."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+            os.write(theirs, b"fine")
+        except BaseException as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    try:
+        assert wait_for(pid) == 0
+        said = os.read(ours, 10000).decode()
+    finally:
+        os.close(ours)
+    assert said == "fine", f"in the child: {said}"
+
+
+def forks(group):
+    """A child can use nothing, and neither closing nor dropping what it got frees, ends or hangs anything."""
+    ctx, parent = make_context("gemm_rs", "copy_engine", group), os.getpid()
+    x = torch.ones(8, 64, device=device())
+    call(ctx, 1)
+
+    def refused():
+        assert not fluxlike.is_initialized()
+        acts = (
+            lambda: fluxlike.gemm_rs(x, x, ctx),
+            lambda: fluxlike.ag_gemm(x, x, group=group),
+            lambda: make_context("gemm_rs", "in_kernel", group),
+            lambda: ctx.begin("in_kernel", None),
+            ctx.check,
+            fluxlike.init,
+        )
+        for act in acts:
+            said, _ = told(act, RuntimeError)
+            forked = f"process {os.getpid()} was forked from rank {dist.get_rank()} (process {parent})"
+            for word in (forked, "get_context('spawn')"):
+                assert word in said, said
+
+    def closed():
+        with ctx:
+            pass
+        ctx.close()
+        fluxlike.finalize()
+
+    def dropped():
+        nonlocal ctx
+        fluxlike.finalize()
+        world._world = ctx = None
+        gc.collect()
+
+    for act in (refused, closed, dropped):
+        in_a_child(act)
+        call(ctx, 2)
+    assert fluxlike.is_initialized()
+    ctx.close()
+    works(group)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child():
+    run_ranks(forks, 2)
+
+
+def at_once(*acts) -> list[BaseException]:
+    """Every act in a thread of its own, started in this order, and what they raised."""
+    errors: list[BaseException] = []
+
+    def run(act):
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(act,), daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(90)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    return errors
+
+
+def share_a_context(group, schedule):
+    """Threads of each rank make the same calls on one context, and without one: they take turns."""
+    with make_context("gemm_rs", schedule, group) as ctx:
+        before = ctx.stats["calls"]
+        errors = at_once(*[lambda: [call(ctx, 7) for _ in range(4)]] * 3)
+        assert not errors, errors
+        assert ctx.stats["calls"] - before == 12
+    x, size = torch.ones(8, 16, device=device()), dist.get_world_size(group)
+
+    def without():
+        for _ in range(3):
+            y = fluxlike.gemm_rs(x, x, group=group)
+            assert y.eq(16 * size).all()
+
+    errors = at_once(without, without)
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_threads_on_one_context(schedule):
+    run_ranks(share_a_context, 2, schedule=schedule)
+
+
+_groups: list = []
+
+
+def one_group_each(group):
+    """Each thread has a group, and every other rank starts them the other way round: none waits for another's turn."""
+    if not _groups:
+        _groups.extend([dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])])
+    made = [make_context(op, schedule, g) for op, schedule, g in zip(OPS, SCHEDULES, _groups, strict=True)]
+    acts = [lambda ctx=ctx: [call(ctx, seed) for seed in range(5)] for ctx in made]
+    errors = at_once(*(acts if dist.get_rank() % 2 else reversed(acts)))
+    assert not errors, errors
+
+    def life(g, op):
+        for seed in range(3):
+            with make_context(op, "in_kernel", g) as ctx:
+                call(ctx, seed)
+
+    errors = at_once(partial(life, _groups[0], "gemm_rs"), partial(life, _groups[1], "ag_gemm"))
+    assert not errors, errors
+    for ctx in made:
+        ctx.close()
+
+
+def test_threads_on_two_groups():
+    run_ranks(one_group_each, 4, makes_groups=True)
+
+
+def another_order(group):
+    """Two threads, two contexts of one group, and the ranks begin with different ones: an error on all, no wrong result."""
+    made = [make_context(op, "in_kernel", group) for op in OPS]
+    for ctx in made:
+        call(ctx, 1)
+    dist.barrier(group)
+    acts = [partial(call, ctx, 2) for ctx in (made if dist.get_rank(group) == 0 else reversed(made))]
+    since = time.monotonic()
+    errors = at_once(lambda: acts[0](), lambda: (time.sleep(0.5), acts[1]()))
+    assert time.monotonic() - since < SOON_S
+    assert len(errors) == 2 and all(isinstance(error, ValueError) for error in errors), errors
+    for error in errors:
+        for word in ("(gemm_rs, float32", "(ag_gemm, float32", "in the same order"):
+            assert word in str(error), str(error)
+    for ctx in made:
+        ctx.close()
+    works(group)
+
+
+def test_threads_in_another_order():
+    run_ranks(another_order, 2)
+
+
+def catches(group):
+    """Ctrl-C in a wait, caught: this context is of no more use, the peers are told, new ones work."""
+    rank = dist.get_rank(group)
+    ctx = make_context("ag_gemm", "copy_engine", group)
+    call(ctx, 1)
+    dist.barrier(group)
+    if rank == 0:
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        said, took = told(partial(call, ctx, 2), KeyboardInterrupt)
+        assert said.startswith("KeyboardInterrupt") and took < SOON_S
+        said, _ = told(partial(call, ctx, 2), RuntimeError)
+        assert "ag_gemm: an earlier call of this context was ended by KeyboardInterrupt" in said, said
+    else:
+        time.sleep(1.5)
+        said, took = told(lambda: [call(ctx, seed) for seed in (2, 3, 4)], RuntimeError)  # call 2 may have all it needs
+        assert "because rank 0 gave up first" in said and took < SOON_S, said
+    assert "make a new one" in said
+    ctx.close()
+    works(group)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's host waits for a kernel in CUDA, where Python cannot interrupt it")
+def test_a_caught_interrupt():
+    run_ranks(catches, 2)
