@@ -16,7 +16,7 @@ from faults import LIMIT_S, OPS, call, make_context, told, works
 from ranks import device, run_ranks
 
 import fluxlike
-from fluxlike.runtime import calls, world
+from fluxlike.runtime import calls
 
 SOON_S = 30.0
 
