@@ -191,7 +191,8 @@ def test_an_interrupted_torchrun(heap, tmp_path):
         pytest.skip("starts a torchrun of its own")
     script, output = tmp_path / "endless.py", tmp_path / "output"
     script.write_text(ENDLESS)
-    env = {**os.environ, "FLUXLIKE_TEST_HEAP": heap, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "FLUXLIKE_TEST_HEAP": heap, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--local-addr=127.0.0.1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
     with open(output, "w") as log:

@@ -184,6 +184,7 @@ def one_group_each(group):
         ctx.close()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that take all of a GPU run in one order, which the ranks must share")
 def test_threads_on_two_groups():
     run_ranks(one_group_each, 4, makes_groups=True)
 

@@ -178,7 +178,8 @@ class CudaExecutor:
         The launch comes first: it returns at once, and the kernel starts while the copies are queued.
         ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
         """
-        engine.fork()
-        launch()
-        queue()
-        engine.join()
+        with torch.cuda.device(self.device):  # a thread starts on device 0, and the driver's copies go by the current one
+            engine.fork()
+            launch()
+            queue()
+            engine.join()
