@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from cases import SCHEDULES
 from faults import LIMIT_S, OPS, call, make_context, told, works
-from ranks import device, run_ranks
+from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
 
 import fluxlike
 from fluxlike.runtime import calls, world
 
 SOON_S = 30.0
+LARGEST = int(os.environ["WORLD_SIZE"]) if TORCHRUN else POOL_SIZE
 
 
 def empty(ctx, n: int = 128) -> None:
@@ -212,3 +213,21 @@ def test_a_lost_signal_of_the_copy_engine(op):
     said = run_ranks(loses_a_copy_signal, 2, op=op)[1]
     for word in (f"waited {LIMIT_S:g} s for rank 0", "expected", "saw", "Rank 0 ", "FLUXLIKE_TIMEOUT_S"):
         assert word in said, said
+
+
+def exhausts(group):
+    """More than the heap has, for a group that cannot make it grow: refused on all its ranks, and nothing is taken."""
+    before = world.current().heap.in_use
+    for _ in range(2):
+        said, took = told(lambda: fluxlike.create_gemm_rs_context(1 << 20, 4096, group=group), RuntimeError)
+        for word in ("MiB free for the group of ranks [0, 1]", "larger heap_bytes", "FLUXLIKE_HEAP_BYTES", "close contexts"):
+            assert word in said, said
+        assert took < SOON_S
+    assert world.current().heap.in_use == before
+    works(group)
+
+
+def test_an_exhausted_heap():
+    if LARGEST < 3:
+        pytest.skip("a group of two is the world here, for which the heap grows")
+    run_ranks(exhausts, 2)
