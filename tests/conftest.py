@@ -2,6 +2,7 @@
 
 import os
 
+import cover
 import pytest
 import ranks
 import torch
@@ -25,6 +26,10 @@ def pytest_configure(config):
         loud = config.pluginmanager.unregister(name="terminalreporter")
         quiet = type(loud)(config, open(os.devnull, "w"))  # noqa: SIM115
         config.pluginmanager.register(quiet, "terminalreporter")
+
+
+def pytest_sessionstart(session):
+    cover.quiet()
 
 
 def pytest_collection_modifyitems(config, items):

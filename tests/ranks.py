@@ -34,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import cover
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,6 +161,11 @@ def _fresh_rank(rank: int, size: int, directory: str, env: dict[str, str], conne
     os._exit(0)
 
 
+def _measured(target: Callable, config: str, *args: Any) -> None:
+    cover.begin(config)
+    target(*args)
+
+
 class _Processes:
     """Ranks started together, each with a pipe; killed together."""
 
@@ -167,15 +173,18 @@ class _Processes:
         self.directory = tempfile.mkdtemp(prefix="fluxlike-test-")
         context = _forkserver()
         self.connections, self.processes = [], []
+        self.answered: set[int] = set()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(rank, size, self.directory, *args, theirs), daemon=True)
+            arguments = (target, cover.request(), rank, size, self.directory, *args, theirs)
+            process = context.Process(target=_measured, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
 
     def ask(self, ranks: range, job: Any) -> None:
+        self.answered -= set(ranks)
         for rank in ranks:
             with contextlib.suppress(BrokenPipeError):
                 self.connections[rank].send_bytes(pickle.dumps(job))
@@ -196,6 +205,7 @@ class _Processes:
                 if connection in ready:
                     try:
                         outcomes[rank] = pickle.loads(connection.recv_bytes())
+                        self.answered.add(rank)
                     except (EOFError, ConnectionResetError):
                         self.processes[rank].join(10)
                         outcomes[rank] = Outcome(rank, exit=self.processes[rank].exitcode)
@@ -217,6 +227,10 @@ class _Processes:
     def kill(self) -> None:
         for connection in self.connections:
             connection.close()
+        if cover.is_measured():  # who has answered ends at the end of its pipe, and saves what it has measured
+            deadline = time.monotonic() + _GRACE
+            for rank in self.answered:
+                self.processes[rank].join(max(0.0, deadline - time.monotonic()))
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
                 # SIGKILL, not terminate: a rank may be stopped, or waiting in C for one that is gone.
@@ -240,7 +254,8 @@ def _forkserver() -> Any:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        multiprocessing.forkserver.ensure_running()
+        with cover.hidden():
+            multiprocessing.forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:

@@ -1,0 +1,75 @@
+"""Line coverage without its price: a tracer looks at each call in Triton's interpreter, which nearly doubles the time of the tests.
+
+The C tracer of Python 3.11 cannot leave a module out. So the programs of a kernel are traced in the first launch of each variant
+of it (transport, TMA, …) and run untraced from then on. From Python 3.12 on
+coverage can use sys.monitoring, which is switched off line by line, and none of this is needed.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+#: How coverage tells the processes that a program starts to measure themselves.
+_CONFIG = "COVERAGE_PROCESS_CONFIG"
+
+_seen: set[Any] = set()
+
+
+def is_measured() -> bool:
+    """Whether coverage is on in this process."""
+    coverage = sys.modules.get("coverage")
+    return coverage is not None and coverage.Coverage.current() is not None
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """A process started here is not measured: for the server that ranks are forked from, which only imports."""
+    config = os.environ.pop(_CONFIG, None)
+    yield
+    if config is not None:
+        os.environ[_CONFIG] = config
+
+
+def request() -> str:
+    """What `begin` needs in another process; empty where nothing is measured."""
+    return os.environ.get(_CONFIG, "")
+
+
+def begin(config: str) -> None:
+    """Measure this process; what it has measured is saved when it ends by os._exit."""
+    if config:
+        import coverage
+
+        os.environ[_CONFIG] = config
+        coverage.process_startup()
+        quiet()
+
+
+def quiet() -> None:
+    """From now on kernels run untraced in this process but for their first launch; does nothing where nothing is traced."""
+    if not is_measured() or sys.gettrace() is None:
+        return
+    from fluxlike.runtime import programs
+
+    run_grid = programs.run_grid
+
+    def quieter(name: str, body: Callable, dims: tuple) -> None:
+        # its choices, not its sizes: those lead to the same lines
+        values = getattr(body, "keywords", {})
+        variant = (name, values.get("R") == 1, *sorted((k, v) for k, v in values.items() if isinstance(v, bool)))
+        run_grid(name, functools.partial(_untraced, body) if variant in _seen else body, dims)
+        _seen.add(variant)
+
+    programs.run_grid = quieter
+
+
+def _untraced(body: Callable) -> None:
+    before = sys.gettrace()
+    sys.settrace(None)
+    try:
+        body()
+    finally:
+        sys.settrace(before)
