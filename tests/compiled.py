@@ -1,4 +1,4 @@
-"""The lint's verdicts on all compiled variants, shared by the test files: two processes compile while the tests ask one by one."""
+"""The lint's verdicts on compiled variants, shared by the test files: two processes compile while the tests ask one by one."""
 
 import atexit
 import dataclasses
@@ -6,6 +6,8 @@ import functools
 import multiprocessing
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
+
+import pytest
 
 from fluxlike.tools.lint import rules, variants
 from fluxlike.tools.lint.compiling import Built
@@ -15,15 +17,28 @@ ALL = [(case, capability) for capability in variants.CAPABILITIES for case in va
 
 
 @functools.cache
-def _submitted() -> dict[tuple[Case, int], Future]:
+def _pool() -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"))
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
-    return {work: pool.submit(variants.check, *work) for work in ALL}
+    return pool
+
+
+@functools.cache
+def _submitted(case: Case, capability: int) -> Future:
+    return _pool().submit(variants.check, case, capability)
+
+
+def begin(session: pytest.Session) -> None:
+    """Compile in the background what the chosen tests are going to ask for."""
+    for item in session.items:
+        chosen = getattr(item, "callspec", None)
+        if chosen and {"case", "capability"} <= chosen.params.keys():
+            _submitted(chosen.params["case"], chosen.params["capability"])
 
 
 def reports(case: Case, capability: int) -> list[Report]:
     """What came of each launch of the case."""
-    return _submitted()[case, capability].result()
+    return _submitted(case, capability).result()
 
 
 @functools.cache

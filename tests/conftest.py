@@ -10,7 +10,7 @@ import torch
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
 WITHOUT_TORCHRUN = ("doctor", "interpreter", "mutations", "offsets", "ptx", "public_api", "racecheck")
-WITHOUT_TORCHRUN += ("security", "soak", "tiles")
+WITHOUT_TORCHRUN += ("runfile", "security", "soak", "tiles")
 
 
 def pytest_ignore_collect(collection_path):

@@ -1,8 +1,8 @@
 """Line coverage without its price: a tracer looks at each call in Triton's interpreter, which nearly doubles the time of the tests.
 
-The C tracer of Python 3.11 cannot leave a module out. So the programs of a kernel are traced in the first launch of each variant
-of it (transport, TMA, …) and run untraced from then on. From Python 3.12 on
-coverage can use sys.monitoring, which is switched off line by line, and none of this is needed.
+The C tracer of Python 3.11 cannot leave a module out. So a rank traces the programs of a kernel in the first launch of each variant
+of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` none unless asked. From Python 3.12 on coverage can use
+sys.monitoring, which is switched off line by line, and none of this is needed.
 """
 
 import contextlib
@@ -38,18 +38,18 @@ def request() -> str:
     return os.environ.get(_CONFIG, "")
 
 
-def begin(config: str) -> None:
-    """Measure this process; what it has measured is saved when it ends by os._exit."""
+def begin(config: str, kernels: bool) -> None:
+    """Measure this process, first launches of kernels too or not; what it has measured is saved when it ends by os._exit."""
     if config:
         import coverage
 
         os.environ[_CONFIG] = config
         coverage.process_startup()
-        quiet()
+        quiet(kernels)
 
 
-def quiet() -> None:
-    """From now on kernels run untraced in this process but for their first launch; does nothing where nothing is traced."""
+def quiet(kernels: bool = True) -> None:
+    """From now on kernels run untraced in this process, but for first launches where asked; needs nothing where nobody traces."""
     if not is_measured() or sys.gettrace() is None:
         return
     from fluxlike.runtime import programs
@@ -60,7 +60,7 @@ def quiet() -> None:
         # its choices, not its sizes: those lead to the same lines
         values = getattr(body, "keywords", {})
         variant = (name, values.get("R") == 1, *sorted((k, v) for k, v in values.items() if isinstance(v, bool)))
-        run_grid(name, functools.partial(_untraced, body) if variant in _seen else body, dims)
+        run_grid(name, functools.partial(_untraced, body) if variant in _seen or not kernels else body, dims)
         _seen.add(variant)
 
     programs.run_grid = quieter

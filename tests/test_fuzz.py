@@ -116,9 +116,16 @@ def right(group, call: Call) -> None:
         raise
 
 
-@fuzz(120)
+@fuzz(25)
 @given(call=calls(faulty=False))
 def test_right_calls(call):
+    run_ranks(right, call.world, call=call)
+
+
+@pytest.mark.slow
+@fuzz(120)
+@given(call=calls(faulty=False))
+def test_more_right_calls(call):
     run_ranks(right, call.world, call=call)
 
 
@@ -286,9 +293,16 @@ def refused(group, call: Call) -> None:
     gives_the_result(group, good)
 
 
-@fuzz(100)
+@fuzz(25)
 @given(call=calls(faulty=True))
 def test_bad_calls(call):
+    run_ranks(refused, call.world, call=call)
+
+
+@pytest.mark.slow
+@fuzz(100)
+@given(call=calls(faulty=True))
+def test_more_bad_calls(call):
     run_ranks(refused, call.world, call=call)
 
 

@@ -1,5 +1,7 @@
 """The lint itself: each known-bad pattern is found and its good form is not: as text, in tiny kernels, in the shipped ones."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import compiled
 import pytest
+import torch
 import triton
 import triton.language as tl
 
@@ -333,6 +336,11 @@ def test_warp_specialisation_drops_operations() -> None:
     assert findings(specialised, False, 4, 3, Spec(), **TILE) == ["dropped", "dropped"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(request: pytest.FixtureRequest) -> None:
+    compiled.begin(request.session)
+
+
 # ---- the shipped kernels with something taken away -----------------------------------------------------------------------------
 
 RS, AG = Case("gemm_rs", "in_kernel"), Case("ag_gemm", "in_kernel")
@@ -356,7 +364,9 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(MUTANTS)))
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=() if case.op == "gemm_rs" else pytest.mark.slow) for i, (case, *_) in enumerate(MUTANTS)]
+)
 def test_mutants_of_the_machine_code(number: int) -> None:
     case, what, by, rule = MUTANTS[number]
     built = compiled.built(case, 90)
@@ -377,7 +387,8 @@ def test_counts_are_of_the_protocol() -> None:
 def test_a_program_of_a_user() -> None:
     command = ["bash", "scripts/launch.sh", "--nproc", "2", "-m", "fluxlike", "lint", "--sm", "90", "tutorials/02_push_tiles.py"]
     command += ["--m", "64", "--n", "256", "--calls", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=250)
+    environment = os.environ | {"FLUXLIKE_PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "check passed" in done.stdout and "1 kernels compiled, 0 findings" in done.stdout and "sm_90 push_kernel" in done.stdout
 
@@ -388,6 +399,16 @@ def test_findings_are_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert lint.main([]) == 1
     said = capsys.readouterr().out
     assert "3 spills" in said and "[spill] too many" in said and "1 kernels compiled, 1 findings" in said
+
+
+@pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_the_shipped_kernels_from_the_command_line(jobs: str, capsys: pytest.CaptureFixture) -> None:
+    assert lint.main(["--sm", "90", "--case", "gemm_rs-in_kernel-large", "--jobs", jobs, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["triton"] == triton.__version__
+    assert [(one["case"], one["kernel"], one["capability"], one["findings"]) for one in said["reports"]] == [
+        (str(case), "gemm_rs_kernel", 90, []) for case in (RS, Case("gemm_rs", "in_kernel", dtype=torch.float32))
+    ]
 
 
 def test_a_missing_file_is_said() -> None:

@@ -76,13 +76,16 @@ def ag_gemm(group, dtype, m, n, k):
     hold(f"reference.ag_gemm {dtype}", fluxlike.reference.ag_gemm(shard, w, group=group, m=m), torchs, right)
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+DTYPES = ("bfloat16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("float16", "float32")))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("world", "m"), ((2, 128), (3, 97), (4, 96)))
 def test_gemm_rs_error(world, m, dtype):
     run_ranks(gemm_rs, world, dtype=dtype, m=m, n=80, k=200)
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("world", "m"), ((1, 64), (4, 97)))
 def test_ag_gemm_error(world, m, dtype):
     run_ranks(ag_gemm, world, dtype=dtype, m=m, n=80, k=500)

@@ -78,6 +78,21 @@ def test_what_tma_can_address():
     assert not tiling.is_tma_aligned(huge) and tiling.is_tma_aligned(huge.as_strided((2, 16), (2**39 - 8, 1)))
 
 
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
+    memory = torch.arange(9 * 13, dtype=torch.bfloat16)
+    odd = memory.view(13, 9).T if transposed else memory.view(9, 13)
+    even = torch.zeros(16, 16, dtype=torch.bfloat16)
+    hopper = tiling.choose((9, 0), torch.bfloat16, 4096, 4096)
+    assert hopper.tma and not tiling.is_tma_aligned(odd)
+    tile, (first, second) = tiling.readable(hopper, (9, 0), tiling.SMALL_ROWS + 1, odd, even)
+    assert tile == hopper and second is even
+    assert tiling.is_tma_aligned(first) and torch.equal(first, odd) and first.stride().index(1) == odd.stride().index(1)
+    for capability, rows in (((9, 0), tiling.SMALL_ROWS), (tiling.CPU, 4096)):
+        tile, operands = tiling.readable(hopper, capability, rows, odd, even)
+        assert not tile.tma and operands[0] is odd and operands[1] is even
+
 class Driver:
     """The calls that a copy makes of CUDA's driver."""
 

@@ -22,7 +22,28 @@ ROOT = Path(__file__).resolve().parents[1]
 OTHER_TRITONS = [path for path in os.environ.get("FLUXLIKE_TEST_TRITON", "").split(":") if path]
 
 
-@pytest.mark.parametrize(("case", "capability"), [pytest.param(*work, id=f"sm_{work[1]}-{work[0]}") for work in compiled.ALL])
+#: Each operation, transport and architecture once, for the quick run; the first two are compiled for test_lint anyway.
+QUICK = (
+    (Case("gemm_rs", "copy_engine"), 90),
+    (Case("gemm_rs", "in_kernel"), 90),
+    (Case("ag_gemm", "in_kernel"), 80),
+    (Case("ag_gemm", "copy_engine"), 100),
+)
+assert set(QUICK) <= set(compiled.ALL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_ahead(request):
+    compiled.begin(request.session)
+
+
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        pytest.param(case, sm, id=f"sm_{sm}-{case}", marks=() if (case, sm) in QUICK else pytest.mark.slow)
+        for case, sm in compiled.ALL
+    ],
+)
 def test_nothing_is_found(case: Case, capability: int) -> None:
     for report in compiled.reports(case, capability):
         assert not report.findings, lint.describe(report)
@@ -45,6 +66,7 @@ def test_the_cases_reach_every_kernel_by_every_way() -> None:
         assert {(capability, "ag_collect_kernel", copies, None, "half") for copies in (True, False)} <= ways
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("path", OTHER_TRITONS)
 def test_other_tritons(path: str) -> None:

@@ -382,6 +382,7 @@ def test_a_result_that_is_always_wrong_is_found_by_the_reference():
         assert {f["which"] for f in failures} == {"against the reference"} and all(f["step"]["number"] == -1 for f in failures)
 
 
+@pytest.mark.slow
 def test_what_grows_is_a_failure():
     (status, said, failures), (other, *_) = values(ranks.run_fresh(small_run, 2, sabotage=leaks, count=8, timeout=120))
     assert status == other == 1 and not failures
@@ -398,7 +399,10 @@ def counted(said):
     return {(row[0], row[1]): [int(number) for number in row[2:]] for row in rows}
 
 
-@pytest.mark.parametrize(("size", "cuda", "count"), ((4, False, 4), (2, True, 5)), ids=("halves", "graphs"))
+@pytest.mark.parametrize(
+    ("size", "cuda", "count"),
+    (pytest.param(4, False, 4, marks=pytest.mark.slow, id="halves"), pytest.param(2, True, 5, id="graphs")),
+)
 def test_a_run_without_a_fault(size, cuda, count):
     plan = bursts(0, count, size, FAKE if cuda else SMALL)
     steps = [step for burst in plan for step in burst.steps]
