@@ -14,8 +14,12 @@ Paths among the arguments are relative to the root of the repository.
 EOT
 }
 
-case ${1:-} in -h | --help) usage; exit 0 ;; esac
-find_python pytest hypothesis
+needs=(pytest hypothesis)
+case ${1:-} in
+  -h | --help) usage; exit 0 ;;
+  full) needs+=(coverage) ;;
+esac
+find_python "${needs[@]}"
 cd "$ROOT"
 export FLUXLIKE_PYTHON=$PYTHON
 
@@ -38,7 +42,7 @@ covered=
 if [ "${1:-}" = full ]; then
   shift
   "$PYTHON" -c 'import coverage' 2>/dev/null ||
-    die "full measures which lines the tests run, and $PYTHON has no coverage; run $PYTHON -m pip install 'coverage>=7.10'."
+    die "full measures which lines the tests run and $PYTHON has no coverage; $PYTHON -m pip install 'coverage>=7.10'."
   which="not gpu"
   covered=$ROOT/build/coverage
   rm -rf "$covered"
