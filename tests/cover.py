@@ -1,7 +1,7 @@
 """Line coverage without its price: a tracer looks at each call in Triton's interpreter, which nearly doubles the time of the tests.
 
 The C tracer of Python 3.11 cannot leave a module out. So a rank traces the programs of a kernel in the first launch of each variant
-of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` none unless asked. From Python 3.12 on coverage can use
+of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked. From Python 3.12 on coverage can use
 sys.monitoring, which is switched off line by line, and none of this is needed.
 """
 

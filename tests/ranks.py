@@ -161,22 +161,23 @@ def _fresh_rank(rank: int, size: int, directory: str, env: dict[str, str], conne
     os._exit(0)
 
 
-def _measured(target: Callable, config: str, traced: bool, *args: Any) -> None:
-    cover.begin(config, traced)
+def _measured(target: Callable, config: str, measure: str, *args: Any) -> None:
+    if measure != "nothing":
+        cover.begin(config, measure == "kernels")
     target(*args)
 
 
 class _Processes:
     """Ranks started together, each with a pipe; killed together."""
 
-    def __init__(self, target: Callable, size: int, *args: Any, traced: bool = True) -> None:
+    def __init__(self, target: Callable, size: int, *args: Any, measure: str = "kernels") -> None:
         self.directory = tempfile.mkdtemp(prefix="fluxlike-test-")
         context = _forkserver()
         self.connections, self.processes = [], []
         self.answered: set[int] = set()
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (target, cover.request(), traced, rank, size, self.directory, *args, theirs)
+            arguments = (target, cover.request(), measure, rank, size, self.directory, *args, theirs)
             process = context.Process(target=_measured, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -364,21 +365,21 @@ def run_fresh(
     heap: str = "shm",
     timeout: float = 60,
     expect_dead: Sequence[int] = (),
-    traced: bool = False,
+    measure: str = "host",
     **kwargs: Any,
 ) -> list[Outcome]:
     """How ``body(group, **kwargs)`` ended on each of ``world`` processes made for this call. Leaves none behind.
 
     fluxlike is not initialised; the body does what it needs. ``expect_dead``: ranks that are meant to die; those that
     do without being meant to are reported as such in their outcome's ``error``. ``heap``: what the body finds in
-    FLUXLIKE_TEST_HEAP; with "nvshmem" each process gets a GPU. ``traced``: where coverage is measured, count the lines of
-    kernels, too; that slows first launches, so it is not for bodies in which it matters who is ahead.
+    FLUXLIKE_TEST_HEAP; with "nvshmem" each process gets a GPU. ``measure``: which lines count where coverage is measured: "host",
+    all but kernels'; "kernels", these, too, which slows first launches; "nothing", for bodies in which it matters who is ahead.
     """
     if TORCHRUN:
         pytest.skip("breaks ranks, so it makes its own; run it without torchrun")
     if heap == "nvshmem" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, torch sees {torch.cuda.device_count()}")
-    processes = _Processes(_fresh_rank, world, {**(env or {}), "FLUXLIKE_TEST_HEAP": heap}, traced=traced)
+    processes = _Processes(_fresh_rank, world, {**(env or {}), "FLUXLIKE_TEST_HEAP": heap}, measure=measure)
     try:
         processes.ask(range(world), (body.__module__, body.__qualname__, kwargs))
         outcomes = processes.collect(range(world), timeout, math.inf)

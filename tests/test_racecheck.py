@@ -68,7 +68,7 @@ def every_operation(group: Any) -> int:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_the_operations_are_clean(ranks: int) -> None:
-    for outcome in run_fresh(every_operation, ranks, ENV, timeout=120, traced=True):
+    for outcome in run_fresh(every_operation, ranks, ENV, timeout=120, measure="kernels"):
         assert outcome.ok and outcome.value == 20, str(outcome)
 
 
@@ -158,7 +158,7 @@ def _races(outcomes: list[Outcome]) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_kernel_of_a_user_is_clean(ranks: int) -> None:
-    for outcome in run_fresh(push, ranks, ENV, traced=True, bug=""):
+    for outcome in run_fresh(push, ranks, ENV, measure="kernels", bug=""):
         assert outcome.ok and outcome.value, str(outcome)
 
 
@@ -331,7 +331,7 @@ def test_a_bug_in_the_library_is_found(key: tuple[str, str, str, str]) -> None:
     op, transport, what, by = key
     only_credits = what in ("wait_credits", "finish") or key[:3] in AG_GO
     ranks, m = (3, 2) if only_credits else (2, 40)
-    report = _races(run_fresh(planted, ranks, ENV, op=op, transport=transport, what=what, by=by, m=m))
+    report = _races(run_fresh(planted, ranks, ENV, op=op, transport=transport, what=what, by=by, m=m, measure="nothing"))
     assert report.startswith(f"race on {PLANTED[key]}"), report
 
 

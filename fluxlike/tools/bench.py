@@ -419,7 +419,3 @@ def main(argv: list[str] | None = None) -> int:
         os._exit(1)  # an orderly end would wait for the collective that never ends
     fluxlike.finalize()
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -315,7 +315,3 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(render(rows, problems, heap))
     return 0 if heap.name else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

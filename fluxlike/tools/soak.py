@@ -410,7 +410,3 @@ def main(argv: list[str] | None = None) -> int:
         os._exit(1)  # an orderly end would wait for ranks that wait for this one; the launcher ends them
     fluxlike.finalize()
     return status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

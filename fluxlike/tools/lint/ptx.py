@@ -33,16 +33,6 @@ class Op:
     where: tuple[str, ...]
 
     @property
-    def text(self) -> str:
-        return f"{self.predicate} {self.name} {self.operands}".strip()
-
-    @property
-    def address(self) -> str:
-        """What stands in the first brackets: the address of a load, store or atomic (of a TMA load: the shared side)."""
-        found = re.search(r"\[([^\[\]]*)\]", self.operands)
-        return found.group(1) if found else ""
-
-    @property
     def bits(self) -> int:
         """Width of a load or store, all elements of a vector together."""
         element = re.search(r"\.[busf](8|16|32|64|128)\b", self.name)
