@@ -8,7 +8,8 @@ usage() {
   cat <<EOT
 usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but the slow ones, after ruff and mypy where installed
        test.sh full [PYTEST ARGS...]             the slow ones, too; without arguments they must run 90 % of fluxlike's lines
-       test.sh gpu [--nproc N] [PYTEST ARGS...]  the test files on N GPUs (default: all), every rank in its own process
+       test.sh gpu [--nproc N] [PYTEST ARGS...]  the test files on N GPUs (default: all), every rank in its own process; without
+                                                 arguments then those that end processes
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -33,7 +34,11 @@ if [ "${1:-}" = gpu ]; then
   : "${FLUXLIKE_TEST_HEAP:=nvshmem}"
   export FLUXLIKE_TEST_HEAP
   # No cache of failures: the ranks would write the same files.
-  exec bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} -m pytest -q -p no:cacheprovider "$@"
+  status=0
+  bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} -m pytest -q -p no:cacheprovider "$@" || status=$?
+  # These end their own processes, so they run beside no rank of torchrun's.
+  if [ $# -eq 0 ]; then "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/test_faults_processes.py || status=1; fi
+  exit $status
 fi
 
 which="not gpu and not slow"

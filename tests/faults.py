@@ -24,15 +24,20 @@ HEAPS = ("shm", pytest.param("nvshmem", marks=pytest.mark.gpu))
 _pids: list[int | None] = []
 
 
+def _files() -> set[str]:
+    """What lies in /dev/shm, but for the semaphores of Python programs that run beside the tests."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """No file in /dev/shm and no process that was not there before. For a test file to import."""
-    before = set(os.listdir("/dev/shm"))
+    before = _files()
     _pids.clear()
     yield
     if TORCHRUN:  # NCCL and others keep files there
         return
-    assert set(os.listdir("/dev/shm")) <= before
+    assert _files() <= before
     deadline = time.monotonic() + 5
     while alive := [pid for pid in _pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"processes {alive} are still there"

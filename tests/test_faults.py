@@ -147,7 +147,10 @@ LOSSES = (
 )
 
 
-@pytest.mark.parametrize(("op", "schedule", "what", "at", "missed"), LOSSES)
+@pytest.mark.parametrize(
+    ("op", "schedule", "what", "at", "missed"),
+    [pytest.param(*loss, marks=pytest.mark.slow if number % 5 else ()) for number, loss in enumerate(LOSSES)],
+)
 def test_a_lost_signal_is_an_error_on_all_ranks(op, schedule, what, at, missed):
     how = {"op": op, "schedule": schedule, "what": what, "at": at}
     outcomes = fresh(lose_a_signal, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=30, **how)

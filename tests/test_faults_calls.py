@@ -75,7 +75,7 @@ def disagree(group, late):
 
 
 @pytest.mark.parametrize("late", ("the odd one", "the others"))
-@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)))
 def test_ranks_that_make_different_calls(ranks, late):
     run_ranks(disagree, ranks, late=late, timeout=240)
 

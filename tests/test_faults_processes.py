@@ -96,6 +96,7 @@ def stops(group, seconds):
     return said, took, ending
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", (LIMIT_S / 3, LIMIT_S * 2), ids=("shortly", "too-long"))
 @pytest.mark.parametrize("heap", HEAPS)
 def test_a_process_that_is_stopped_and_continued(heap, seconds):
@@ -159,6 +160,7 @@ def interrupted(group, everybody):
     return said, took, ending
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everybody", (False, True), ids=("one", "all"))
 @pytest.mark.parametrize("heap", HEAPS)
 def test_an_interrupt(heap, everybody):
@@ -184,6 +186,7 @@ def children(pid: int) -> set[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heap", HEAPS)
 def test_an_interrupted_torchrun(heap, tmp_path):
     """Ctrl-C in the terminal of a program that does nothing about it: every process of it ends by itself."""
@@ -250,6 +253,7 @@ def lives(group):
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heap", HEAPS)
 def test_lives_leave_nothing(heap):
     for outcome in fresh(lives, heap=heap, timeout=100):
