@@ -86,11 +86,13 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
     even = torch.zeros(16, 16, dtype=torch.bfloat16)
     hopper = tiling.choose((9, 0), torch.bfloat16, 4096, 4096)
     assert hopper.tma and not tiling.is_tma_aligned(odd)
-    tile, (first, second) = tiling.readable(hopper, (9, 0), tiling.SMALL_ROWS + 1, odd, even)
+    tile, which = tiling.readable(hopper, (9, 0), tiling.SMALL_ROWS + 1, odd, even)
+    first, second = tiling.padded((odd, even), which)
     assert tile == hopper and second is even
     assert tiling.is_tma_aligned(first) and torch.equal(first, odd) and first.stride().index(1) == odd.stride().index(1)
     for capability, rows in (((9, 0), tiling.SMALL_ROWS), (tiling.CPU, 4096)):
-        tile, operands = tiling.readable(hopper, capability, rows, odd, even)
+        tile, which = tiling.readable(hopper, capability, rows, odd, even)
+        operands = tiling.padded((odd, even), which)
         assert not tile.tma and operands[0] is odd and operands[1] is even
 
 class Driver:

@@ -3,8 +3,9 @@
 Read with `kernels/ag_gemm.py`, which holds the protocol.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, Context, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, Launch, check_arguments, kept, resolve
 
 #: In-kernel push: programs that push where all have tiles of their own to compute, and the bytes a second that they move. Eight
 #: fill an idle wire of an H200 (316 GB/s), but not beside a GEMM; more cost the product more than they bring.
@@ -143,6 +144,20 @@ def ag_gemm(
     return (result, gathered) if return_gathered else result
 
 
+class _Plan(NamedTuple):
+    """What a call does, for all calls with tensors of these kinds. In the inner lists one for each of the two slot sets."""
+
+    transport: str
+    tile: tiling.Tiling
+    #: Whether the shard, and each weight, must be copied to where the kernel can read them.
+    padded: tuple[bool, ...]
+    #: For each weight.
+    launches: list[list[Launch]]
+    #: Of the gathered input, out of the heap.
+    collects: list[Launch]
+    copies: list[Callable[[torch.Tensor], None]]
+
+
 def _run(
     ctx: AGGemmContext,
     x: torch.Tensor,
@@ -151,40 +166,64 @@ def _run(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
-    m, k, ranks = results[0].shape[0], x.shape[1], ctx.size
-    full = chunk_rows(m, ranks)
-    ld = tiling.round_up(k, 16)
-    transport = ctx.choose(full * ld * x.element_size())
-    capability = ctx.world.executor.capability
-    tile = tiling.choose(capability, x.dtype, full, max(w.shape[0] for w in weights))
+    (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
-    shard = x if x.shape[0] else x.new_zeros(1, k)
-    weights = [w if w.shape[0] else w.new_zeros(1, k) for w in weights]
-    tile, (shard, *weights) = tiling.readable(tile, capability, full, shard, *weights)
-    subs = 1
-    slot = ctx.begin(transport, tile, M=m, K=k)
+    shard = x if rows else x.new_zeros(1, k)
+    operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
+    kinds = rows, gathered is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
+    number, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered))
+    slot = ctx.begin(plan.transport, plan.tile, M=m, K=k)
+    shard, *operands = tiling.padded(operands, plan.padded)
 
     def launch(i: int) -> None:
-        last = i == len(weights) - 1 and gathered is None
-        _launch_gemm(
-            ctx, shard, weights[i], biases[i], results[i], transport, tile, x.shape[0], ld, subs, slot, first=i == 0, last=last
-        )
+        z, bias = results[i], biases[i]
+        plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z))
 
-    if transport == "copy_engine" and ranks > 1:
+    if plan.copies:
         # the first launch alone: what follows may have to compile, and the peers wait for this shard
-        ctx.overlapped(lambda: launch(0), lambda: _queue_copies(ctx, shard, x.shape[0], m, ld, subs, tile.bm, slot))
+        key = number, slot, shard.data_ptr()
+        ctx.overlapped(lambda: launch(0), key, lambda: plan.copies[slot](shard))
     else:
         launch(0)
     for i in range(1, len(weights)):
         launch(i)
     if gathered is not None:
-        _collect(ctx, shard, gathered, transport, tile, ld, subs, slot)
+        plan.collects[slot]((shard, gathered))
 
 
-def _launch_gemm(
+def _plan(
+    ctx: AGGemmContext,
+    rows: int,
+    operands: Sequence[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> _Plan:
+    m, k, itemsize = results[0].shape[0], operands[0].shape[1], ctx.dtype.itemsize
+    full = chunk_rows(m, ctx.size)
+    ld = tiling.round_up(k, 16)
+    transport = ctx.choose(full * ld * itemsize)
+    capability = ctx.world.executor.capability
+    tile = tiling.choose(capability, ctx.dtype, full, max(z.shape[1] for z in results))
+    tile, padded = tiling.readable(tile, capability, full, *operands)
+    shard, *weights = tiling.padded(operands, padded)
+    subs = 1
+    launches = []
+    for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
+        first, last = i == 0, i == len(weights) - 1 and gathered is None
+        launches.append(_gemms(ctx, shard, w, bias, z, transport, tile, rows, ld, subs, first=first, last=last))
+    collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, ld, subs)
+    copies: list[Callable[[torch.Tensor], None]] = []
+    if transport == "copy_engine" and ctx.size > 1:
+        copies = [partial(_queue_copies, ctx, rows, m, ld, subs, tile.bm, slot) for slot in (0, 1)]
+    return _Plan(transport, tile, padded, launches, collects, copies)
+
+
+def _gemms(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, transport: str,
-    tile: tiling.Tiling, rows: int, ld: int, subs: int, slot: int, *, first: bool, last: bool,
-) -> None:  # fmt: skip
+    tile: tiling.Tiling, rows: int, ld: int, subs: int, *, first: bool, last: bool,
+) -> list[Launch]:  # fmt: skip
+    """The launches of a product with one weight, for each slot set."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
@@ -206,25 +245,25 @@ def _launch_gemm(
         ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, pieces, head_start,
-        ctx.rank, slot,
+        ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
-    ctx.launch(ag_gemm_kernel, programs, args, constants, tile)
+    return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
 
 
-def _collect(
-    ctx: AGGemmContext, x: torch.Tensor, gathered: torch.Tensor, transport: str, tile: tiling.Tiling, ld: int, subs: int, slot: int
-) -> None:
-    """Copy the gathered input out of the heap, which ends the call: from then on the peers may write there again."""
+def _collects(
+    ctx: AGGemmContext, x: torch.Tensor, gathered: torch.Tensor, transport: str, tile: tiling.Tiling, ld: int, subs: int
+) -> list[Launch]:
+    """Launches that copy the gathered input out of the heap, which ends the call: from then on the peers may write there again."""
     m, k = gathered.shape
     full = chunk_rows(m, ctx.size)
     args = (
         x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, tiling.pitch(x), ld, ctx.set_elements, ctx.max_flags,
-        full, ctx.rank, slot,
+        full, ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ctx.size,
@@ -235,7 +274,8 @@ def _collect(
         COPY_ENGINE=transport == "copy_engine",
         VEC=tiling.is_vectorised(16, k, x, x),
     )
-    ctx.launch(ag_collect_kernel, ctx.programs(cdiv(full, tile.bm) * ctx.size), args, constants, tile)
+    programs = ctx.programs(cdiv(full, tile.bm) * ctx.size)
+    return [ctx.prepare(ag_collect_kernel, programs, (*args, slot), constants, tile, (0, 2)) for slot in (0, 1)]
 
 
 def _deal(
@@ -263,7 +303,7 @@ def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:
     return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm
 
 
-def _queue_copies(ctx: AGGemmContext, x: torch.Tensor, rows: int, m: int, ld: int, subs: int, bm: int, slot: int) -> None:
+def _queue_copies(ctx: AGGemmContext, rows: int, m: int, ld: int, subs: int, bm: int, slot: int, x: torch.Tensor) -> None:
     """Once the kernel has the peers' credits: this shard to r-1, r-2, …, each copy followed by its flag there."""
     k = x.shape[1]
     full, itemsize = chunk_rows(m, ctx.size), x.element_size()

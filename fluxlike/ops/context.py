@@ -4,9 +4,10 @@ A context belongs to a torch group. Making and closing it is collective over the
 meet only through signals in memory (`kernels.sync`), never through the host.
 """
 
+import ctypes
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ REGION_ALIGN = 256
 #: Operations a second of a bf16 product, measured on H200s; with the rates of the wire it decides between schedules.
 GEMM_RATE = 730e12
 REPORT_WORDS = 8
+#: Kinds of calls that a context keeps plans for.
+PLANS = 256
 
+Launch = Callable[[Sequence[torch.Tensor]], None]
 _WHAT = {
     sync.WAIT_CREDIT.value: "the credit that its slots may be written again",
     sync.WAIT_PARTIAL.value: "its partial sums",
@@ -52,7 +56,7 @@ class Context:
     """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
 
     Attributes for people and tests: ``last_path`` (transport and loads of the last call, as "copy_engine/tma"), ``stats``
-    (calls, kernel launches, copies queued), ``group_ranks``, ``rank``, ``size``.
+    (calls, kernel launches, those of them that went straight to the driver, copies queued), ``group_ranks``, ``rank``, ``size``.
     """
 
     #: What makes one, for messages.
@@ -70,13 +74,16 @@ class Context:
         assert control.board is not None
         self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
-        self.stats = {"calls": 0, "launches": 0, "copies": 0}
+        self.stats = {"calls": 0, "launches": 0, "direct": 0, "copies": 0}
         self.last_path = ""
         self.closed = False
         self._error: Exception | None = None
         self._seen = False
         self._stream: Any = None
         self._set = 0
+        self._plans: dict[Hashable, tuple[int, Any]] = {}
+        self._planned = 0
+        self._copies: dict[Hashable, int] = {}
         ranks = self.size
         self.max_flags = flags
         self.set_elements = tiling.round_up(data, 128)
@@ -104,6 +111,7 @@ class Context:
         self.head, self.full = region("head", torch.int64), region("full", torch.int32)
         self.flags, self.data = region("flags", torch.int64), region("data", dtype)
         self.report = executor.report(REPORT_WORDS)
+        self._reported = ctypes.c_int64.from_address(self.report.data_ptr())  # read in every call, and a tensor is slow to read
         words = [0] * sync.BASES.value
         words[sync.TIMEOUT.value] = int(env.timeout_s() * 1e9)
         words[sync.REPORT.value] = self.report.data_ptr()
@@ -149,17 +157,34 @@ class Context:
         """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
         return max(1, min(self.world.executor.programs, tiles))
 
-    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, tile: tiling.Tiling) -> None:
-        """One persistent launch."""
-        self.stats["launches"] += 1
-        try:
-            self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
-        except BaseException as error:
-            self._broken(error)
-            raise
+    def plan(self, key: Hashable, make: Callable[[], Any]) -> tuple[int, Any]:
+        """What ``make`` makes for calls of one kind, kept for all that follow, and a number that no other has."""
+        known = self._plans.get(key)
+        if known is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            self._planned += 1
+            known = self._plans[key] = self._planned, make()
+        return known
 
-    def overlapped(self, launch: Callable[[], None], queue: Callable[[], None]) -> None:
-        """``launch`` with the copies that ``queue`` queues beside it."""
+    def prepare(
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling, varying: tuple[int, ...]
+    ) -> Launch:  # fmt: skip
+        """A persistent launch, to be made with the tensors of each call at the positions ``varying`` of ``args``."""
+        run = self.world.executor.prepare(kernel, programs, args, constants, tile.warps, tile.stages, varying)
+
+        def launch(tensors: Sequence[torch.Tensor]) -> None:
+            self.stats["launches"] += 1
+            try:
+                self.stats["direct"] += run(tensors)
+            except BaseException as error:
+                self._broken(error)
+                raise
+
+        return launch
+
+    def overlapped(self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None]) -> None:
+        """``launch`` with the copies that ``queue`` queues beside it, the same ones whenever ``key`` is the same."""
 
         def stuck(seconds: float) -> Exception | None:
             gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
@@ -167,11 +192,20 @@ class Context:
                 return self.give_up(sync.WAIT_SIGNAL.value, self.rank, 1, 0)
             return None
 
+        def counted() -> None:
+            before = self.stats["copies"]
+            queue()
+            if len(self._copies) > 16 * PLANS:
+                self._copies.clear()
+            self._copies[key] = self.stats["copies"] - before
+
+        before = self.stats["copies"]
         try:
-            self.world.executor.overlapped(self.engine, launch, queue, stuck)
+            self.world.executor.overlapped(self.engine, launch, key, counted, stuck)
         except BaseException as error:
             self._broken(error)
             raise
+        self.stats["copies"] = before + self._copies[key]
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
         """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""
@@ -207,7 +241,7 @@ class Context:
 
     def failure(self) -> Exception | None:
         """The error of a call of this context, if one is known by now and whether or not it was raised."""
-        if self._error is None and int(self.report[0]) != 0:
+        if self._error is None and self._reported.value != 0:
             with self.control.lock:
                 words = [int(word) for word in self.report[1:7]]
                 self._error = self.board.diagnose() or PeerTimeout(self._describe(*words))

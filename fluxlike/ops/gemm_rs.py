@@ -3,7 +3,9 @@
 Read with `kernels/gemm_rs.py`, which holds the protocol.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, Context, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, Launch, check_arguments, kept, resolve
 
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured on H200s.
 COPY_RATE = 340e9
@@ -123,18 +125,40 @@ def gemm_rs(
         return y
 
 
+class _Plan(NamedTuple):
+    """What a call does, for all calls with tensors of these kinds. ``launches`` and ``copies``: for each of the two slot sets."""
+
+    transport: str
+    tile: tiling.Tiling
+    #: Whether x, and the weight, must be copied to where the kernel can read them.
+    padded: tuple[bool, ...]
+    launches: list[Launch]
+    copies: list[Callable[[], None]]
+
+
 def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    kinds = tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
+    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y))
+    slot = ctx.begin(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
+    x, weight = tiling.padded((x, weight), plan.padded)
+    tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
+    if plan.copies:
+        ctx.overlapped(lambda: plan.launches[slot](tensors), (number, slot), plan.copies[slot])
+    else:
+        plan.launches[slot](tensors)
+
+
+def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
     capability = ctx.world.executor.capability
-    tile = tiling.choose(capability, x.dtype, full, n)
-    tile, (x, weight) = tiling.readable(tile, capability, full, x, weight)
+    tile, padded = tiling.readable(tiling.choose(capability, x.dtype, full, n), capability, full, x, weight)
+    x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)
     transport = ctx.choose(full * ld * x.element_size())
     subs = _subs(full, n, ctx.k, ranks, x.element_size()) if transport == "copy_engine" else 1
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
-    slot = ctx.begin(transport, tile, M=m, N=n)
     half = [tile.bm, tile.bn // 2]
     operands: list[Any] = [x, weight]
     local: Any = ctx.local
@@ -152,21 +176,20 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     args = (
         *operands, y if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, pitch, int(bias is not None), rank, slot,
+        full, rows, pitch, int(bias is not None), rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
-
-    def launch() -> None:
-        ctx.launch(gemm_rs_kernel, ctx.programs(unit_tiles * subs * ranks), args, constants, tile)
-
+    programs = ctx.programs(unit_tiles * subs * ranks)
+    launches = [ctx.prepare(gemm_rs_kernel, programs, (*args, slot), constants, tile, (0, 1, 2, 3)) for slot in (0, 1)]
+    copies: list[Callable[[], None]] = []
     if transport == "copy_engine" and ranks > 1:
-        ctx.overlapped(launch, lambda: _queue_copies(ctx, m, full, pitch, ld, subs, unit_tiles_m * tile.bm, unit_tiles, slot))
-    else:
-        launch()
+        unit_rows = unit_tiles_m * tile.bm
+        copies = [partial(_queue_copies, ctx, m, full, pitch, ld, subs, unit_rows, unit_tiles, slot) for slot in (0, 1)]
+    return _Plan(transport, tile, padded, launches, copies)
 
 
 def _subs(chunk_rows: int, n: int, k: int, ranks: int, itemsize: int) -> int:

@@ -4,6 +4,7 @@ Tiles are also the unit of the in-kernel signals, so every rank of a call must c
 only at what the ranks have in common. Whether a rank reads its operands by TMA is its own affair (`readable`).
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,8 +60,8 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
 
 def readable(
     tile: Tiling, capability: tuple[int, int], chunk_rows: int, *operands: torch.Tensor
-) -> tuple[Tiling, list[torch.Tensor]]:
-    """The tiling and the operands, such that the kernel can read them.
+) -> tuple[Tiling, tuple[bool, ...]]:
+    """The tiling, and which operands must be `padded`, such that the kernel can read them.
 
     Where K or N forbids TMA there are two ways, and the faster one was measured on H200s (bf16, N=8192, K=7169 a rank, µs):
     pointers against a copy to an aligned pitch: M=64 (K=3585) 141 against 264, M=256 277 against 315, M=2048 2200 against 556,
@@ -68,12 +69,22 @@ def readable(
     caller who pads the weight's K to a multiple of 8 once saves that.
     """
     if not tile.tma or all(is_tma_aligned(t) for t in operands):
-        return tile, list(operands)
+        return tile, ()
     if capability == CPU:
-        return replace(tile, tma=False), list(operands)
+        return replace(tile, tma=False), ()
     if chunk_rows <= SMALL_ROWS:
-        return replace(tile, bk=64, warps=8, stages=3, tma=False), list(operands)
-    return tile, [t if is_tma_aligned(t) else pitched(t) for t in operands]
+        return replace(tile, bk=64, warps=8, stages=3, tma=False), ()
+    return tile, tuple(not is_tma_aligned(t) for t in operands)
+
+
+def padded(operands: Sequence[torch.Tensor], which: Sequence[bool]) -> Sequence[torch.Tensor]:
+    """The operands, with copies that TMA can address of those that `readable` says."""
+    return [pitched(t) if pad else t for t, pad in zip(operands, which, strict=True)] if which else operands
+
+
+def kind(t: torch.Tensor | None) -> Hashable:
+    """What a launch depends on of a tensor: all but its address and its elements, and for the dtype, which is the context's."""
+    return None if t is None else (t.shape, t.stride(), t.data_ptr() % 16)
 
 
 def stored(t: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -4,7 +4,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from . import env, interpreter, shm
 from .control import ControlGroup
 from .heap import Segment
+from .launches import Launch
 
 
 class CpuCopyEngine:
@@ -131,6 +132,11 @@ class CpuExecutor:
             observer(kernel, args, constants, warps, stages)
         interpreter.run(kernel, (programs,), *args, **constants)
 
+    def prepare(
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, warps: int, stages: int, varying: tuple[int, ...]
+    ) -> Launch:  # fmt: skip
+        return Launch(self, kernel, programs, args, constants, warps, stages, varying)
+
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
@@ -152,6 +158,7 @@ class CpuExecutor:
         self,
         engine: CpuCopyEngine,
         launch: Callable[[], None],
+        key: Any,
         queue: Callable[[], None],
         stuck: Callable[[float], Exception | None],
     ) -> None:

@@ -1,17 +1,25 @@
 """Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from triton import knobs
 
 from . import env, nvshmem
 from .control import ControlGroup
+from .direct import DirectLaunch, NotKnown
 from .heap import Segment
+from .launches import Launch
+
+log = logging.getLogger("fluxlike")
 
 #: Bytes from row to row that a 2D copy takes (CU_DEVICE_ATTRIBUTE_MAX_PITCH on every GPU so far).
 MAX_PITCH = 2**31 - 1
+#: Graphs of copies that a context keeps.
+GRAPHS = 128
 
 
 def _driver() -> Any:
@@ -47,6 +55,8 @@ class CudaCopyEngine:
     ``wait`` blocks the stream until a word is at least a value: without a deadline, so it may only be a word that this
     rank's own kernel writes (its waits are bounded, so it always ends). All addresses and values are plain numbers and are
     frozen when a CUDA graph is captured.
+
+    Jobs that come again are queued as one graph of their own: that takes a tenth of the host's time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,14 +65,62 @@ class CudaCopyEngine:
         self._cu = _driver()
         self._batch: list[Any] = []
         self._raw = self._stream.cuda_stream
+        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._graphs: dict[Any, Any] = {}
+        self._once: set[Any] = set()
 
     def fork(self) -> None:
         self._batch.clear()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._forked.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._forked)
 
     def join(self) -> None:
         self._flush()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._joined.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._joined)
+
+    def queue(self, key: Any, jobs: Callable[[], None]) -> None:
+        """Queue what ``jobs`` queues, which is the same for the same ``key``."""
+        known = self._graphs.get(key)
+        if known is None or torch.cuda.is_current_stream_capturing():
+            jobs()
+            self._flush()
+        else:
+            _check(self._cu.cuGraphLaunch(known, self._raw), "cuGraphLaunch")
+
+    def remember(self, key: Any, jobs: Callable[[], None]) -> None:
+        """Jobs have been queued: when that is done for the second time, keep them as a graph.
+
+        Only then, when nothing waits for the host any more: to make a graph may take a while, or wait for the device.
+        """
+        if key in self._graphs or torch.cuda.is_current_stream_capturing():
+            return
+        if key not in self._once:
+            self._once = {*([] if len(self._once) > GRAPHS else self._once), key}
+            return
+        self._once.remove(key)
+        if len(self._graphs) >= GRAPHS:
+            self._forget(next(iter(self._graphs)))
+        mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _check(self._cu.cuStreamBeginCapture(self._raw, mode), "cuStreamBeginCapture")
+        try:
+            jobs()
+            self._flush()
+        finally:
+            result = self._cu.cuStreamEndCapture(self._raw)
+        _check(result, "cuStreamEndCapture")
+        instance = self._cu.cuGraphInstantiate(result[1], 0)
+        _check(self._cu.cuGraphDestroy(result[1]), "cuGraphDestroy")
+        _check(instance, "cuGraphInstantiate")
+        self._graphs[key] = instance[1]
+
+    def _forget(self, key: Any) -> None:
+        _check(self._cu.cuGraphExecDestroy(self._graphs.pop(key)), "cuGraphExecDestroy")
+
+    def close(self) -> None:
+        """Free the graphs; the device is done with them."""
+        for key in list(self._graphs):
+            self._forget(key)
 
     def cancel(self) -> None:
         """Nothing to do: the stream only waits for this rank's kernel, which ends."""
@@ -96,6 +154,40 @@ class CudaCopyEngine:
         copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, pitch_source, to, pitch_to
         copy.WidthInBytes, copy.Height = width, rows
         _check(self._cu.cuMemcpy2DAsync(copy, self._raw), "cuMemcpy2DAsync")
+
+
+class CudaLaunch(Launch):
+    """The first time through Triton, then straight through the driver."""
+
+    _direct: DirectLaunch | None = None
+    _known = True
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
+        device = self._executor.device
+        if self._direct is None or _is_profiled():
+            compiled = self.launched(tensors)
+            if self._direct is None and self._known:
+                self._look_at(compiled, tensors)
+            return False
+        if torch.cuda.current_device() == device.index:
+            self._direct(tensors)
+        else:
+            with torch.cuda.device(device):
+                self._direct(tensors)
+        return True
+
+    def _look_at(self, compiled: Any, tensors: Sequence[torch.Tensor]) -> None:
+        try:
+            self._direct = DirectLaunch(compiled, self._programs, self.arguments(tensors), self.varying, self._executor.device)
+        except NotKnown as problem:
+            self._known = False
+            log.warning("launches go through Triton, which takes the host longer: %s", problem)
+
+
+def _is_profiled() -> bool:
+    """Whether somebody listens to Triton's launches."""
+    hook: Any = knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
 class CudaExecutor:
@@ -132,9 +224,15 @@ class CudaExecutor:
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
         return nvshmem.NvshmemSegment(nbytes, control)
 
-    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
+    def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> Any:
+        """Through Triton, which compiles what it does not know; returns what was compiled."""
         with torch.cuda.device(self.device):  # Triton launches on the current device, which the caller may have changed
-            kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
+            return kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
+
+    def prepare(
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, warps: int, stages: int, varying: tuple[int, ...]
+    ) -> Launch:  # fmt: skip
+        return CudaLaunch(self, kernel, programs, args, constants, warps, stages, varying)
 
     def copy_engine(self) -> CudaCopyEngine:
         return CudaCopyEngine(self.device)
@@ -161,19 +259,27 @@ class CudaExecutor:
 
         During capture the caller orders: a captured stream must not wait for one outside the graph.
         """
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if last is not None and last[0] == raw:
+            return last
+        if last is not None and self.is_capturing():
+            return last
         current = torch.cuda.current_stream(self.device)
-        if last is not None and last != current and not self.is_capturing():
-            current.wait_stream(last)
-        return last if self.is_capturing() else current
+        if last is not None:
+            current.wait_stream(last[1])
+        return None if self.is_capturing() else (raw, current)
 
     def overlapped(
         self,
         engine: CudaCopyEngine,
         launch: Callable[[], None],
+        key: Any,
         queue: Callable[[], None],
         stuck: Callable[[float], Exception | None],
     ) -> None:
         """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here.
+
+        Copies of the same ``key`` are the same.
 
         The launch comes first: it returns at once, and the kernel starts while the copies are queued.
         ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
@@ -181,5 +287,6 @@ class CudaExecutor:
         with torch.cuda.device(self.device):  # a thread starts on device 0, and the driver's copies go by the current one
             engine.fork()
             launch()
-            queue()
+            engine.queue(key, queue)
             engine.join()
+            engine.remember(key, queue)

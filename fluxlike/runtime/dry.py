@@ -13,6 +13,7 @@ import torch
 
 from . import world
 from .heap import SymmetricHeap
+from .launches import Launch
 
 DEVICE = torch.device("meta")
 
@@ -112,6 +113,9 @@ class DryExecutor:
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> None:
         self.records.append(Record(kernel, args, constants, warps, stages, list(self._owner.contexts)))
 
+    def prepare(self, *launch: Any) -> Launch:
+        return Launch(self, *launch)
+
     def copy_engine(self) -> DryEngine:
         return DryEngine()
 
@@ -127,7 +131,7 @@ class DryExecutor:
     def on_same_stream(self, last: Any) -> Any:
         return None
 
-    def overlapped(self, engine: Any, launch: Callable[[], None], queue: Callable[[], None], stuck: Any) -> None:
+    def overlapped(self, engine: Any, launch: Callable[[], None], key: Any, queue: Callable[[], None], stuck: Any) -> None:
         launch()
         queue()
 

@@ -1,0 +1,54 @@
+"""A launch that is made again and again, with other tensors of the same shapes, strides and alignment."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Form(NamedTuple):
+    """A TMA descriptor without its tensor."""
+
+    shape: list[int]
+    strides: list[int]
+    block: list[int]
+
+
+class Launch:
+    """``kernel`` over ``programs`` programs; of ``args``, those at the positions ``varying`` are given anew for each launch.
+
+    It keeps none of those tensors alive.
+    """
+
+    def __init__(
+        self, executor: Any, kernel: Any, programs: int, args: Sequence[Any], constants: dict[str, Any], warps: int, stages: int,
+        varying: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self._executor, self._kernel, self._programs = executor, kernel, programs
+        self._constants, self._warps, self._stages, self.varying = constants, warps, stages, varying
+        self._args = [_form(arg) if position in varying else arg for position, arg in enumerate(args)]
+
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """All arguments, with ``tensors``, as they are stored, at the varying positions."""
+        args = list(self._args)
+        for position, t in zip(self.varying, tensors, strict=True):
+            form = args[position]
+            args[position] = t if form is None else TensorDescriptor(t, form.shape, form.strides, form.block)
+        return args
+
+    def launched(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """One launch by the executor, and what that returns."""
+        args = tuple(self.arguments(tensors))
+        return self._executor.launch(self._kernel, self._programs, args, self._constants, self._warps, self._stages)
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """One launch; whether it went straight to the driver."""
+        self.launched(tensors)
+        return False
+
+
+def _form(arg: Any) -> Form | None:
+    if isinstance(arg, TensorDescriptor):
+        return Form(list(arg.shape), list(arg.strides), list(arg.block_shape))
+    return None
