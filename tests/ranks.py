@@ -27,6 +27,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -228,7 +229,16 @@ def _forkserver() -> Any:
     """Processes forked from one that has imported torch and Triton, which takes seconds and would be paid per rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "triton", "fluxlike.ops.gemm_rs", "fluxlike.ops.ag_gemm"])
-    # The server keeps the environment that it is started with. More threads than cores only wait for each other.
+    with _starting:
+        _start_server()
+    return context
+
+
+_starting = threading.Lock()  # tests may make processes from several threads
+
+
+def _start_server() -> None:
+    """The server keeps the environment that it is started with. More threads than cores only wait for each other."""
     wanted = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -245,7 +255,6 @@ def _forkserver() -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return context
 
 
 _pool: _Processes | None = None
@@ -345,20 +354,22 @@ def run_fresh(
     env: dict[str, str] | None = None,
     *,
     timeout: float = 60,
+    grace: float = math.inf,
     expect_dead: Sequence[int] = (),
     **kwargs: Any,
 ) -> list[Outcome]:
     """How ``body(group, **kwargs)`` ended on each of ``world`` processes made for this call. Leaves none behind.
 
     fluxlike is not initialised; the body does what it needs. ``expect_dead``: ranks that are meant to die; those that
-    do without being meant to are reported as such in their outcome's ``error``. On the CPU only.
+    do without being meant to are reported as such in their outcome's ``error``. ``grace``: seconds that the others get to end
+    by themselves after a rank has failed. On the CPU only.
     """
     if TORCHRUN:
         pytest.skip("breaks ranks, so it makes its own; run it without torchrun")
     processes = _Processes(_fresh_rank, world, env or {})
     try:
         processes.ask(range(world), (body.__module__, body.__qualname__, kwargs))
-        outcomes = processes.collect(range(world), timeout, math.inf)
+        outcomes = processes.collect(range(world), timeout, grace)
     finally:
         processes.kill()
     for outcome in outcomes:
