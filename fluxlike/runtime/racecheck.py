@@ -279,7 +279,7 @@ class Checker:
         area = self.shadow.areas[known.area]
         area.touch(int(granules.min()), int(granules.max()))
         cells = area.cells[granules]
-        against = {READ: (WRITE,), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}[kind]
+        against = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}[kind]
         for column in against:
             for number in _distinct(cells[:, column]):
                 for record in self.shadow.chain(number):
