@@ -100,14 +100,15 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
 
 
 def scene(op: str, transport: str, kind: str) -> None:
-    """The calls of one scene, in a context of its own."""
-    with _context(op, transport) as ctx:
-        for call in range(CALLS[kind]):
-            _hold(op, kind, call, ctx.rank, f"{op} {transport}")
-            programs.configure(SLOW if kind == "slow" and call % RANKS == ctx.rank else None)
-            if not (_gemm_rs if op == "gemm_rs" else _ag_gemm)(ctx, kind, call):
-                raise Wrong(f"{op}, {transport}, scene {kind}: call {call + 1} gave wrong numbers")
-            ctx.check()
+    """The calls of one scene, in a context of its own; after a failure it stays open, since closing waits for the others."""
+    ctx = _context(op, transport)
+    for call in range(CALLS[kind]):
+        _hold(op, kind, call, ctx.rank, f"{op} {transport}")
+        programs.configure(SLOW if kind == "slow" and call % RANKS == ctx.rank else None)
+        if not (_gemm_rs if op == "gemm_rs" else _ag_gemm)(ctx, kind, call):
+            raise Wrong(f"{op}, {transport}, scene {kind}: call {call + 1} gave wrong numbers")
+        ctx.check()
+    ctx.close()
 
 
 # the code that only a compiler sees, interpreted

@@ -29,7 +29,7 @@ WORKERS = 2
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be.
-SHORT, LONG = os.environ.get("MT", "3"), "60"
+SHORT, LONG = "2", "60"
 KERNELS = ("gemm_rs_kernel", "ag_gemm_kernel", "ag_collect_kernel")
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS]
 

@@ -163,9 +163,10 @@ def test_what_does_not_race(two):
     two.signal(B0, 0, RELAXED)  # two atomics
 
 
+@pytest.mark.parametrize("access", ["read", "write"])
 @pytest.mark.parametrize("atomic_first", [True, False])
-def test_an_atomic_and_a_plain_access_race(two, atomic_first):
-    steps = [lambda: two.signal(A0, 0, RELEASE), lambda: two.write(B0, 0, WORD, 8)]
+def test_an_atomic_and_a_plain_access_race(two, atomic_first, access):
+    steps = [lambda: two.signal(A0, 0, RELEASE), lambda: getattr(two, access)(B0, 0, WORD, 8)]
     first, second = steps if atomic_first else reversed(steps)
     first()
     with pytest.raises(RaceError):
@@ -351,7 +352,7 @@ def test_a_copy_and_its_signals(two, fault):
             two.wait(B0, 1)
         two.read(B0, 1, DATA, 48)
         if fault == "read while it copies":
-            two.write(A1, 0)
+            two.write(A0, 0)
         engine.join_engine()
         two.end(0)
         two.write(HOST_A, 0)
