@@ -5,7 +5,8 @@ A fault of order may be survived by luck, so there is a scene in which it cannot
 close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some
 empty  a rank without rows, for which nobody waits and which only the credits hold back, is far ahead or behind
 late   another rank is late in each call; in ag_gemm one without columns of the weight waits only to end the call
-slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one
+slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
+       without columns is about to end it before the copies of the slow one are there
 
 A wrong number raises `Wrong`; the race checker and a wait that runs out raise for themselves.
 """
@@ -33,8 +34,10 @@ WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
 EMPTY_M = 2  # of three ranks the last has no rows
 HEAP_BYTES = 4 << 20
 CALLS = {"close": 4, "empty": 5, "late": 6, "slow": 6}
-#: A rank that is slow sleeps before some of its memory operations.
-SLOW = programs.Schedule(jitter=0.2, delay=0.02)
+#: Calls of ag_gemm in which rank 0 has no columns of the weight.
+COLUMNLESS = {"late": (0, 1, 4, 5), "slow": (2, 4)}
+#: A rank that is slow sleeps before some of its memory operations, and in those calls before each copy.
+SLOW, SLOW_COPY = programs.Schedule(jitter=0.2, delay=0.02), 0.3
 
 
 class Wrong(AssertionError):
@@ -55,7 +58,7 @@ def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
 def _ag_gemm(ctx: Any, kind: str, call: int) -> bool:
     """Every other call with the gathered input, so that another kernel ends it; every third with two weights."""
     (m, n), k = _shape(kind, call), WIDE_K if (kind, call) == ("close", 1) else K
-    if kind == "late" and call % 4 < 2 and ctx.rank == 0:
+    if ctx.rank == 0 and call in COLUMNLESS.get(kind, ()):
         n = 0
     generator = torch.Generator().manual_seed(call)
     x = torch.randint(-2, 3, (m, k), generator=generator).float()
@@ -85,6 +88,8 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
     """Before a call: the delay that the scene wants of this rank."""
     if kind == "late" and call % RANKS == rank:
         time.sleep(0.3)
+    if op == "ag_gemm" and kind == "slow" and rank == 0 and call in COLUMNLESS[kind]:
+        time.sleep(SLOW_COPY / 2)  # its credits are taken by then; the copies of the slow rank are not here yet
     if kind != "empty":
         return
     if op == "gemm_rs" and call == 0 and rank < 2:
@@ -102,9 +107,18 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
 def scene(op: str, transport: str, kind: str) -> None:
     """The calls of one scene, in a context of its own; after a failure it stays open, since closing waits for the others."""
     ctx = _context(op, transport)
+    copy, pause = ctx.engine._copy, 0.0
+
+    def paused(*job: int) -> None:
+        time.sleep(pause)
+        copy(*job)
+
+    ctx.engine._copy = paused
     for call in range(CALLS[kind]):
         _hold(op, kind, call, ctx.rank, f"{op} {transport}")
-        programs.configure(SLOW if kind == "slow" and call % RANKS == ctx.rank else None)
+        slow = kind == "slow" and call % RANKS == ctx.rank
+        pause = SLOW_COPY if slow and call in COLUMNLESS[kind] else 0.0
+        programs.configure(SLOW if slow else None)
         if not (_gemm_rs if op == "gemm_rs" else _ag_gemm)(ctx, kind, call):
             raise Wrong(f"{op}, {transport}, scene {kind}: call {call + 1} gave wrong numbers")
         ctx.check()
