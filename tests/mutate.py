@@ -17,24 +17,21 @@ swap       two jobs of the copy engine in the other order
 lifo       the copy engine takes its youngest job first
 ========== =========================================================================================================
 
-A mutant is the text of one source file, changed in place: its line numbers are those of the original. `load` puts it into a fresh
-process. Which operations reach a site, over which transport, is found by walking the kernels' calls.
+A mutant is the text of one source file, changed in place: its line numbers are those of the original. `mutate_source.load` puts it
+into a fresh process. Which operations reach a site, over which transport, is found by walking the kernels' calls.
 """
 
 import ast
 import dataclasses
+import difflib
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
+import itertools
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "fluxlike"
+from mutate_source import PACKAGE, Edit, Source
+
 TRANSPORTS = ("in_kernel", "copy_engine")
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
@@ -44,7 +41,6 @@ WEAKER_INSTRUCTIONS = {"wait_group 0": "wait_group.read 0", "fence.acq_rel.sys":
 #: What the copy engine is told to do; the words of `runtime.cpu.CpuCopyEngine` and of the contexts.
 JOBS = ("wait", "write", "copy")
 
-Edit = tuple[int, int, str]  # of the source's bytes: from, to, new text
 Path_ = tuple[str, str]  # kernel, transport
 
 
@@ -73,6 +69,11 @@ class Mutant:
             source = source[:start] + new.encode() + source[end:]
         return source.decode()
 
+    def difference(self) -> str:
+        """From the source to this, to be read."""
+        was, now = (text.splitlines() for text in ((PACKAGE / self.file).read_text(), self.text()))
+        return "\n".join(difflib.unified_diff(was, now, self.file, self.name, n=2, lineterm=""))
+
 
 def _name_of(call: ast.AST) -> str:
     """``publish_set`` of publish_set(…), ``atomic_add`` of tl.atomic_add(…); "" of what is no call."""
@@ -85,7 +86,7 @@ def _is_atomic(node: ast.AST) -> bool:
 
 
 def _is_word_store(node: ast.AST) -> bool:
-    """A store of a single word, as blocks are stored under a mask; in code for the GPU only of a constant, which is a flag there."""
+    """A store of a single word, as blocks are stored under a mask; in code for the GPU only of a constant: a flag."""
     if _name_of(node) != "store" or ast.unparse(node.func) != "tl.store" or node.keywords:  # type: ignore[attr-defined]
         return False
     return isinstance(node.args[1], ast.Constant) or not reach().get(id(node), ((), True))[1]  # type: ignore[attr-defined]
@@ -102,42 +103,6 @@ def _assembly(node: ast.AST) -> ast.Constant | None:
 
 def _keyword(call: ast.Call, name: str) -> ast.Constant | None:
     return next((k.value for k in call.keywords if k.arg == name), None)  # type: ignore[misc,return-value]
-
-
-class Source:
-    """One file: its tree, and edits by byte offset, because the tree counts columns in bytes."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-        self.bytes = (PACKAGE / file).read_bytes()
-        self.tree = ast.parse(self.bytes)
-        self._lines = [0, *(i + 1 for i, byte in enumerate(self.bytes) if byte == ord("\n"))]
-        self.functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
-
-    @property
-    def module(self) -> str:
-        """``sync`` of kernels/sync.py, ``ops.gemm_rs`` of ops/gemm_rs.py."""
-        return self.file.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
-
-    def span(self, node: ast.AST) -> tuple[int, int]:
-        at = node.lineno, node.col_offset, node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
-        return self._lines[at[0] - 1] + at[1], self._lines[at[2] - 1] + at[3]
-
-    def segment(self, node: ast.AST) -> str:
-        start, end = self.span(node)
-        return self.bytes[start:end].decode()
-
-    def replace(self, node: ast.AST, text: str) -> Edit:
-        return (*self.span(node), text)
-
-    def remove(self, statement: ast.stmt) -> Edit:
-        """``pass``, and the lines that the statement had."""
-        start, end = self.span(statement)
-        return start, end, "pass" + "\n" * self.bytes[start:end].count(b"\n")
-
-    def permute(self, block: list[ast.stmt], order: list[int]) -> tuple[Edit, ...]:
-        """The statements of a part of a block in another order; what stands between them stays."""
-        return tuple(self.replace(block[i], self.segment(block[j])) for i, j in enumerate(order) if i != j)
 
 
 @functools.cache
@@ -353,17 +318,18 @@ class _KernelMutations(_Mutations):
             what = next((_name_of(n) for n in ast.walk(statement) if _name_of(n) in device_functions() and orders(_name_of(n))), "")
             if what and not (isinstance(statement, ast.For) and _statement_does(statement, "stores")):
                 self._moves(function, block, statement, f"{type(statement).__name__.lower()} {what}", statement)
-        elif isinstance(statement, ast.Assign) and _is_atomic(_inner_call(statement.value)) and self._is_repeated(function, statement):
-            self.put(function, _name_of(_inner_call(statement.value)), "remove", _inner_call(statement.value), self.source.remove(statement))
+        elif isinstance(statement, ast.Assign) and self._looks_again(function, statement):
+            call = _inner_call(statement.value)
+            self.put(function, _name_of(call), "remove", call, self.source.remove(statement))
 
     def _signalled(self, test: ast.expr) -> str:
         """The device function with a site that a condition asks."""
         return next((_name_of(n) for n in ast.walk(test) if _name_of(n) in device_functions() and orders(_name_of(n))), "")
 
-    def _is_repeated(self, function: str, statement: ast.stmt) -> bool:
-        """Whether a loop looks again at a word."""
+    def _looks_again(self, function: str, statement: ast.Assign) -> bool:
+        """Whether an atomic in a loop looks again at a word."""
         loops = [node for node in ast.walk(device_functions()[function][1]) if isinstance(node, ast.While)]
-        return any(statement in loop.body for loop in loops)
+        return _is_atomic(_inner_call(statement.value)) and any(statement in loop.body for loop in loops)
 
     def _call(self, function: str, call: ast.Call) -> None:
         what = _name_of(call)
@@ -372,13 +338,13 @@ class _KernelMutations(_Mutations):
             assert sem is not None and scope is not None, f"{self.source.file}:{call.lineno}: an atomic without sem and scope"
             for weaker in WEAKER.get(sem.value, ()):
                 self.put(function, what, f"sem={weaker}", call, self.source.replace(sem, f'"{weaker}"'))
-            if scope.value in NARROWER:
-                self.put(function, what, f"scope={NARROWER[scope.value]}", call, self.source.replace(scope, f'"{NARROWER[scope.value]}"'))
-        if what == "atomic_add" or _is_word_store(call) or _is_atomic(call) and isinstance(call.args[1], ast.Constant):
+            if (narrower := NARROWER.get(scope.value)) is not None:
+                self.put(function, what, f"scope={narrower}", call, self.source.replace(scope, f'"{narrower}"'))
+        if what == "atomic_add" or _is_word_store(call) or (_is_atomic(call) and isinstance(call.args[1], ast.Constant)):
             for kind, edit in self.shifted(call.args[1]):
                 number = getattr(call.args[1], "value", None)
                 # adding 0 is how a word is read; a flag is 0 or not, whatever else it is
-                if not (what == "atomic_add" and number == 0 or what != "atomic_add" and (kind, number) in (("+1", 1), ("-1", 0))):
+                if not (number == 0 if what == "atomic_add" else (kind, number) in (("+1", 1), ("-1", 0))):
                     self.put(function, what, kind, call, edit)
         if what in device_functions() and any(_is_atomic(n) or _is_word_store(n) for n in ast.walk(device_functions()[what][1])):
             parameters = [argument.arg for argument in device_functions()[what][1].args.args]
@@ -417,7 +383,7 @@ class _KernelMutations(_Mutations):
     def _moves(self, function: str, block: list[ast.stmt], statement: ast.stmt, what: str, node: ast.AST) -> None:
         at = block.index(statement)
         if _statement_does(statement, "releases"):
-            before = [i for i in range(at) if isinstance(block[i], ast.For) or any(_statement_does(block[i], w) for w in ("stores", "acquires"))]
+            before = [i for i, earlier in enumerate(block[:at]) if isinstance(earlier, ast.For) or _touches(earlier)]
             if before:
                 part = block[before[-1] : at + 1]
                 order = [*range(1, len(part)), 0]
@@ -433,6 +399,11 @@ class _KernelMutations(_Mutations):
             loops = [i for i in range(at + 1, len(block)) if isinstance(block[i], ast.For)]
             part = block[at : (loops[0] if loops else len(block) - 1) + 1]
             self.put(function, what, "late", node, *self.source.permute(part, [*range(1, len(part)), 0]))
+
+
+def _touches(statement: ast.stmt) -> bool:
+    """Whether a statement stores or waits."""
+    return any(_statement_does(statement, what) for what in ("stores", "acquires"))
 
 
 def _inner_call(value: ast.expr) -> ast.AST:
@@ -472,7 +443,7 @@ class _EngineMutations(_Mutations):
                         for kind, edit in self.shifted(value):
                             if what == "wait" or number is None or kind == ("-1" if number else "+1"):
                                 self.put(name, what, kind, call, edit)
-                for first, second in zip(queued, queued[1:]):
+                for first, second in itertools.pairwise(queued):
                     if block.index(second) == block.index(first) + 1:
                         self.put(name, _name_of(_job(first)), "swap", first, *self.source.permute([first, second], [1, 0]))
         return self.named()
@@ -527,23 +498,3 @@ def mutants() -> tuple[Mutant, ...]:
     names = [mutant.name for mutant in found]
     assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
     return tuple(found)
-
-
-# a mutant in a process
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """One module comes from another file."""
-
-    def __init__(self, module: str, path: str) -> None:
-        self.module, self.path = module, path
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, self.path) if name == self.module else None
-
-
-def load(module: str, path: str) -> None:
-    """From now on ``module`` of fluxlike is the file at ``path``, for all that this process imports of fluxlike and of the tests."""
-    sys.meta_path.insert(0, _Finder(module, path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fluxlike"]:
-        del sys.modules[name]

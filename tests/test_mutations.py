@@ -11,11 +11,12 @@ import concurrent.futures
 import fnmatch
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mutate
+import mutate_source
 import pytest
 from mutate import Mutant
 from ranks import Outcome, run_fresh
@@ -30,13 +31,26 @@ WORKERS = 2
 CAPABILITY = 90
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be.
 SHORT, LONG = "2", "60"
-KERNELS = ("gemm_rs_kernel", "ag_gemm_kernel", "ag_collect_kernel")
+KERNELS = ("ag_collect_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {
-    "sync.finish.store#2:+1": "LAST_USE one too large asks for the credit of a later call, which the peers also give: it waits longer",
-    "gemm_rs.gemm_rs_kernel.finish:epoch+1": "calls are counted by twos, by all ranks and in all that is compared; one slot set is used",
+    "ag_gemm.push_shard.drain_stores:remove": (
+        "the barrier that ends Triton's pipelined loads stands at the same place in what is compiled today; nothing promises it"
+    ),
+    "ag_gemm.push_shard.atomic_add:scope=gpu": (
+        "the counter is for programs of one GPU; what they order goes on to the peers with the flag, at system scope"
+    ),
+    "ag_gemm.push_shard.for publish_set:early": (
+        "the flags before the reset of the counter, which is this rank's own: nobody adds to it any more in this call"
+    ),
+    "ag_gemm.ag_gemm_kernel.publish_set:value+1": "the side stream waits for 1 or more, and then sets the word to 0",
+    "gemm_rs.gemm_rs_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
+    "lang.drain_stores.assembly:remove fence.proxy.async": (
+        "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
+    ),
+    "sync.finish.store#2:+1": "one too large asks for the credit of a later call, which the peers also give: it waits longer",
 }
 
 
@@ -50,29 +64,28 @@ def why_not(mutant: Mutant) -> str:
 
 def on_ranks(group: Any, module: str, file: str, **how: Any) -> None:
     """A rank: the mutant in place of its module, before anything else is imported."""
-    mutate.load(module, file)
+    mutate_source.load(module, file)
     importlib.import_module("scenes").run(group, **how)
 
 
-def on_compiler(group: Any, module: str, file: str, reached: list[tuple[str, str]]) -> str:
-    """What the lint finds first in the kernels that reach the mutant, as calls on an H100 launch them, by TMA and by pointers.
+def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str, str]]) -> str:
+    """What the lint finds first in the kernels that reach the mutant, as large calls launch them; the small kernel first.
 
     Down to the PTX, as registers are no matter here and their assembler takes most of the time.
     """
     os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.dirname(file), "cache")
-    mutate.load(module, file)
+    mutate_source.load(module, file)
     compiling = importlib.import_module("fluxlike.tools.lint.compiling")
     variants = importlib.import_module("fluxlike.tools.lint.variants")
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
-    for kernel, transport in reached:
-        op = "gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm"
-        for shape in ("large", "pointer"):
-            for launch in variants.launches(variants.Case(op, transport, shape), CAPABILITY):
-                if launch.name == kernel:
-                    built = compiling.build(launch, CAPABILITY)
-                    for finding in variants.lint_built(built, variants.spec_of(launch, CAPABILITY)):
-                        return f"{kernel}, {transport}, {shape}: {finding}"
+    for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
+        case = variants.Case("gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm", transport)
+        for launch in variants.launches(case, CAPABILITY):
+            if launch.name == kernel:
+                built = compiling.build(launch, CAPABILITY)
+                for finding in variants.lint_built(built, variants.spec_of(launch, CAPABILITY)):
+                    return f"{kernel}, {transport}: {finding}"
     return ""
 
 
@@ -84,13 +97,20 @@ def judge(mutant: Mutant, directory: Path) -> str:
     file = directory / f"mutant{mutate.mutants().index(mutant)}.py"
     file.write_text(mutant.text())
     where = {"module": "fluxlike." + mutant.file.removesuffix(".py").replace("/", "."), "file": str(file)}
-    limit = LONG if why_not(mutant) else SHORT
-    found = "" if mutant.assembly else on_the_heap(plan(mutant), mutant.compiled_only, limit, **where)
-    if not found and mutant.compiled_only:
-        (outcome,) = run_fresh(on_compiler, 1, timeout=240, reached=mutant.reached, **where)
-        assert outcome.ok, str(outcome)
-        found = "lint: " + outcome.value if outcome.value else ""
-    return found
+    checks = []
+    if not mutant.assembly:
+        limit = LONG if why_not(mutant) else SHORT
+        checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, **where))
+    if mutant.compiled_only:
+        checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(mutant.reached, **where))
+    return next((found for check in checks if (found := check())), "")
+
+
+def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
+    """What the lint says of a mutant in the (kernel, transport) that reach it."""
+    (outcome,) = run_fresh(on_compiler, 1, timeout=240, reached=reached, **where)
+    assert outcome.ok, str(outcome)
+    return outcome.value and f"lint: {outcome.value}"
 
 
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
@@ -120,7 +140,7 @@ def _caught(outcome: Outcome) -> str:
         return f"race checker: {message}"
     if outcome.error == "Wrong":
         return f"result: {message}"
-    ran_out = "waited" in message and "FLUXLIKE_TIMEOUT_S" in message or "gave up first" in message
+    ran_out = ("waited" in message and "FLUXLIKE_TIMEOUT_S" in message) or "gave up first" in message
     if outcome.error == "PeerTimeout" and message.startswith(("gemm_rs: rank", "ag_gemm: rank")) and ran_out:
         return f"time-out: {message}"
     return ""
@@ -145,22 +165,21 @@ def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
     if why_not(mutant):
         assert not found, f"{mutant.name} stands among the survivors, but is caught; take it out: {found}"
     else:
-        assert found, f"nobody noticed {mutant.name}, {mutant.file}:{mutant.line}: improve a check, or say in SURVIVORS why it is no fault"
+        assert found, f"nobody noticed this; improve a check, or say in SURVIVORS why it is no fault:\n{mutant.difference()}"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "as compiled"])
 def test_nothing_taken_away(compiled: bool, tmp_path: Path) -> None:
     """The scenes, and the waits as a compiler sees them, with the sources as they are."""
-    source = mutate.PACKAGE / "kernels/sync.py"
+    source = mutate_source.PACKAGE / "kernels/sync.py"
     assert on_the_heap(PAIRS, compiled, LONG, module="fluxlike.kernels.sync", file=str(source)) == ""
 
 
 def test_nothing_taken_away_compiled(tmp_path: Path) -> None:
     source = tmp_path / "sync.py"
-    source.write_bytes((mutate.PACKAGE / "kernels/sync.py").read_bytes())
+    source.write_bytes((mutate_source.PACKAGE / "kernels/sync.py").read_bytes())
     reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.TRANSPORTS]
-    (outcome,) = run_fresh(on_compiler, 1, timeout=240, module="fluxlike.kernels.sync", file=str(source), reached=reached)
-    assert outcome.ok and outcome.value == "", str(outcome) + outcome.value
+    assert on_the_lint(reached, module="fluxlike.kernels.sync", file=str(source)) == ""
 
 
 def test_survivors_are_mutants() -> None:

@@ -1,4 +1,4 @@
-"""The race checker's tables by themselves: clocks, scopes, ranges, records. One process plays all ranks, and memory is only numbers.
+"""The race checker's tables by themselves: clocks, scopes, ranges, records. One process plays all ranks; memory is only numbers.
 
 `Ranks` makes a checker for each rank, as `racecheck.start` would in processes of their own, and lets a test act as any program of
 any of them. Nothing is loaded or stored: the checker is told of accesses, and says whether they race.
@@ -23,7 +23,7 @@ from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
 from fluxlike.runtime import interpreter, programs, racecheck, racehooks, raceshadow
 from fluxlike.runtime.errors import RaceError
 from fluxlike.runtime.racecheck import Checker
-from fluxlike.runtime.racereport import ATOMIC, READ, STORE
+from fluxlike.runtime.racereport import READ, STORE
 
 RELAXED, ACQUIRE, RELEASE, ACQ_REL = range(4)
 CTA, GPU, SYS = range(3)
@@ -178,7 +178,7 @@ def test_no_reader_is_forgotten(two):
     two.read(B0, 0)
     two.signal(A0, 0)
     two.wait(B1, 0)  # B1 knows of the read of A0, not of that of its own rank's other program
-    with pytest.raises(RaceError, match="(?s)first:  read by rank 1, program 0"):
+    with pytest.raises(RaceError, match=r"(?s)first:  read by rank 1, program 0"):
         two.write(B1, 0)
 
 
@@ -186,7 +186,7 @@ def test_the_rank_that_did_not_see_it_stops_as_well(two):
     two.write(A0, 0)
     with pytest.raises(RaceError, match="race on the heap of rank 0, bytes 1024 to 1087"):
         two.read(B0, 0)
-    with pytest.raises(RaceError, match="(?s)rank 0 stops, because of this race:.race on"):
+    with pytest.raises(RaceError, match=r"(?s)rank 0 stops, because of this race:.race on"):
         two.read(A0, 0, DATA + 512)
 
 
@@ -269,7 +269,9 @@ def test_a_count_needs_both(two, order):
 
 
 @pytest.mark.parametrize(
-    ("scope", "other_program", "other_rank"), [(CTA, False, False), (GPU, True, False), (SYS, True, True)], ids=["cta", "gpu", "sys"]
+    ("scope", "other_program", "other_rank"),
+    [(CTA, False, False), (GPU, True, False), (SYS, True, True)],
+    ids=["cta", "gpu", "sys"],
 )
 @pytest.mark.parametrize("weak_side", ["release", "acquire"])
 def test_scopes(two, scope, other_program, other_rank, weak_side):
@@ -311,7 +313,7 @@ def test_a_launch_orders_both_ways():
 
 def test_the_host_does_not_see_a_running_kernel(two):
     two.write(A0, 0)
-    with pytest.raises(RaceError, match="(?s)program 0.*second: read by rank 0, the host"):
+    with pytest.raises(RaceError, match=r"(?s)program 0.*second: read by rank 0, the host"):
         two.read(HOST_A, 0)
 
 
@@ -357,9 +359,7 @@ def test_a_copy_and_its_signals(two, fault):
         two.end(0)
         two.write(HOST_A, 0)
 
-    if not fault:
-        return everything()
-    with pytest.raises(RaceError, match="the copy engine"):
+    with pytest.raises(RaceError, match="the copy engine") if fault else contextlib.nullcontext():
         everything()
 
 
@@ -440,7 +440,7 @@ def test_records_are_used_again_and_nothing_in_use_is_lost(monkeypatch):
         ranks.launch(rank)
     shadow = ranks.checkers[0].shadow
     ranks.write(A0, 0)  # must be known to the end
-    for turn in range(600):
+    for _ in range(600):
         ranks.write(A0, 0, DATA + 64)
         ranks.signal(A0, 0, RELEASE, offset=OTHER_WORD)
         ranks.wait(B0, 0, offset=OTHER_WORD)
@@ -448,7 +448,7 @@ def test_records_are_used_again_and_nothing_in_use_is_lost(monkeypatch):
         ranks.signal(B0, 1)
         ranks.wait(A0, 1)
     assert shadow.generation > 2, "there was no need to search for free records"
-    with pytest.raises(RaceError, match="(?s)first:  write by rank 0, program 0"):
+    with pytest.raises(RaceError, match=r"(?s)first:  write by rank 0, program 0"):
         ranks.write(B1, 0)
     ranks.close()
 
@@ -489,9 +489,8 @@ def blocks_kernel(source, to, first_row, STORED: tl.constexpr, USED: tl.constexp
         if STORED:
             source.store([first_row, 0], tl.zeros((8, 8), tl.float32))
         else:
-            if USED > 0:
-                if is_interp():
-                    used_rows(first_row * 0 + USED)
+            if USED > 0 and is_interp():
+                used_rows(first_row * 0 + USED)
             source.load([first_row, 0])
 
 

@@ -1,7 +1,7 @@
 """Tutorial 6: find the missing order with the race checker.
 
-Your first kernel on the symmetric heap gives right results. Is it right? A signal that does not order the data before it hardly ever
-goes wrong: the data is on its way first, and mostly there first. On another GPU, with another load on the link, it is not.
+Your first kernel on the symmetric heap gives right results. Is it right? A signal that does not order the data before it hardly
+ever goes wrong: the data is on its way first, and mostly there first. On another GPU, with another load on the link, it is not.
 
 Here every rank smooths its part of a long ring of numbers, and needs the last number of its left neighbour for that:
 
@@ -19,8 +19,8 @@ The signal is written by hand, and there is a bug in it: `sem="relaxed"` sets th
 Part 1 runs it: all results are right. No test that looks at results will find this bug on this machine.
 
 Part 2 runs the same program with the race checker. It does not look at results. It follows what orders what: a release by one
-program, an acquire of the same word by another, launches, barriers of the host. Two accesses to the same bytes, one of them a write,
-which nothing orders, are a race, however far apart they came. It reports the first and stops:
+program, an acquire of the same word by another, launches, barriers of the host. Two accesses to the same bytes, one of them a
+write, which nothing orders, are a race, however far apart they came. It reports the first and stops:
 
 * `first` and `second`: who touched the same bytes, and in which line;
 * `Its next signal`: what could have ordered them. It was `relaxed`, "which publishes nothing".
