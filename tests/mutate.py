@@ -17,7 +17,7 @@ swap       two jobs of the copy engine in the other order
 lifo       the copy engine takes its youngest job first
 ========== =========================================================================================================
 
-A mutant is the text of one source file, changed in place: its line numbers are those of the original. `mutate_source.load` puts it
+A mutant is the text of one source file, changed in place: its line numbers are those of the original. `mutant_process.load` puts it
 into a fresh process. Which operations reach a site, over which transport, is found by walking the kernels' calls.
 """
 

@@ -1,10 +1,6 @@
-"""A source file of fluxlike for `mutate`: its syntax tree, edits of it by place, and another text loaded in its place."""
+"""A source file of fluxlike for `mutate`: its syntax tree, and edits of it by place."""
 
 import ast
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "fluxlike"
@@ -46,20 +42,3 @@ class Source:
     def permute(self, block: list[ast.stmt], order: list[int]) -> tuple[Edit, ...]:
         """The statements of a part of a block in another order; what stands between them stays."""
         return tuple(self.replace(block[i], self.segment(block[j])) for i, j in enumerate(order) if i != j)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """One module comes from another file."""
-
-    def __init__(self, module: str, path: str) -> None:
-        self.module, self.path = module, path
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, self.path) if name == self.module else None
-
-
-def load(module: str, path: str) -> None:
-    """From now on ``module`` of fluxlike is the file at ``path``, for all that this process imports of fluxlike."""
-    sys.meta_path.insert(0, _Finder(module, path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fluxlike"]:
-        del sys.modules[name]

@@ -228,7 +228,7 @@ class _Processes:
 def _forkserver() -> Any:
     """Processes forked from one that has imported torch and Triton, which takes seconds and would be paid per rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "fluxlike.ops.gemm_rs", "fluxlike.ops.ag_gemm"])
+    context.set_forkserver_preload(["pytest", "torch", "triton", "fluxlike.ops.gemm_rs", "fluxlike.ops.ag_gemm"])
     with _starting:
         _start_server()
     return context

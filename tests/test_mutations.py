@@ -9,29 +9,23 @@ reason why it is no fault; one that stands there and is caught fails as well.
 
 import concurrent.futures
 import fnmatch
-import importlib
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import mutate
 import mutate_source
 import pytest
+from mutant_process import KERNELS, on_compiler, on_ranks
 from mutate import Mutant
 from ranks import Outcome, run_fresh
-from triton.backends.nvidia.compiler import CUDABackend
 
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-#: Mutants at a time: most of their time ranks wait for each other.
+#: Mutants at a time, of three ranks each: two keep two cores busy.
 WORKERS = 2
-#: Of the GPU for which kernels are compiled.
-CAPABILITY = 90
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be.
 SHORT, LONG = "2", "60"
-KERNELS = ("ag_collect_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS]
 
 #: Mutants that are no faults, by name or pattern: why not.
@@ -57,36 +51,6 @@ SURVIVORS: dict[str, str] = {
 def why_not(mutant: Mutant) -> str:
     """The reason why a mutant is no fault, or ""."""
     return next((reason for pattern, reason in SURVIVORS.items() if fnmatch.fnmatchcase(mutant.name, pattern)), "")
-
-
-# in the processes of a mutant
-
-
-def on_ranks(group: Any, module: str, file: str, **how: Any) -> None:
-    """A rank: the mutant in place of its module, before anything else is imported."""
-    mutate_source.load(module, file)
-    importlib.import_module("scenes").run(group, **how)
-
-
-def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str, str]]) -> str:
-    """What the lint finds first in the kernels that reach the mutant, as large calls launch them; the small kernel first.
-
-    Down to the PTX, as registers are no matter here and their assembler takes most of the time.
-    """
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.dirname(file), "cache")
-    mutate_source.load(module, file)
-    compiling = importlib.import_module("fluxlike.tools.lint.compiling")
-    variants = importlib.import_module("fluxlike.tools.lint.variants")
-    CUDABackend.make_cubin = lambda self, *rest: b""
-    compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
-    for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
-        case = variants.Case("gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm", transport)
-        for launch in variants.launches(case, CAPABILITY):
-            if launch.name == kernel:
-                built = compiling.build(launch, CAPABILITY)
-                for finding in variants.lint_built(built, variants.spec_of(launch, CAPABILITY)):
-                    return f"{kernel}, {transport}: {finding}"
-    return ""
 
 
 # what they say
