@@ -9,7 +9,7 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("doctor", "interpreter", "mutations", "offsets", "ptx", "public_api", "racecheck")
+WITHOUT_TORCHRUN = ("doctor", "interpreter", "lint", "mutations", "offsets", "ptx", "public_api", "racecheck", "racecheck_tables")
 WITHOUT_TORCHRUN += ("runfile", "security", "soak", "tiles")
 
 

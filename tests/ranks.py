@@ -27,6 +27,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -244,8 +245,17 @@ class _Processes:
 def _forkserver() -> Any:
     """Processes forked from one that has imported torch and Triton, which takes seconds and would be paid per rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "fluxlike.ops.gemm_rs", "fluxlike.ops.ag_gemm"])
-    # The server keeps the environment that it is started with. More threads than cores only wait for each other.
+    context.set_forkserver_preload(["pytest", "torch", "triton", "fluxlike.ops.gemm_rs", "fluxlike.ops.ag_gemm"])
+    with _starting:
+        _start_server()
+    return context
+
+
+_starting = threading.Lock()  # tests may make processes from several threads
+
+
+def _start_server() -> None:
+    """The server keeps the environment that it is started with. More threads than cores only wait for each other."""
     wanted = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -263,7 +273,6 @@ def _forkserver() -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-    return context
 
 
 _pool: _Processes | None = None
@@ -364,6 +373,7 @@ def run_fresh(
     *,
     heap: str = "shm",
     timeout: float = 60,
+    grace: float = math.inf,
     expect_dead: Sequence[int] = (),
     measure: str = "host",
     **kwargs: Any,
@@ -372,8 +382,9 @@ def run_fresh(
 
     fluxlike is not initialised; the body does what it needs. ``expect_dead``: ranks that are meant to die; those that
     do without being meant to are reported as such in their outcome's ``error``. ``heap``: what the body finds in
-    FLUXLIKE_TEST_HEAP; with "nvshmem" each process gets a GPU. ``measure``: which lines count where coverage is measured: "host",
-    all but kernels'; "kernels", these, too, which slows first launches; "nothing", for bodies in which it matters who is ahead.
+    FLUXLIKE_TEST_HEAP; with "nvshmem" each process gets a GPU. ``grace``: seconds that the others get to end by themselves after a
+    rank has failed. ``measure``: which lines count where coverage is measured: "host", all but kernels'; "kernels", these, too,
+    which slows first launches; "nothing", for bodies in which it matters who is ahead.
     """
     if TORCHRUN:
         pytest.skip("breaks ranks, so it makes its own; run it without torchrun")
@@ -382,7 +393,7 @@ def run_fresh(
     processes = _Processes(_fresh_rank, world, {**(env or {}), "FLUXLIKE_TEST_HEAP": heap}, measure=measure)
     try:
         processes.ask(range(world), (body.__module__, body.__qualname__, kwargs))
-        outcomes = processes.collect(range(world), timeout, math.inf)
+        outcomes = processes.collect(range(world), timeout, grace)
     finally:
         processes.kill()
     for outcome in outcomes:

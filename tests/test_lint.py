@@ -29,7 +29,7 @@ VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 #: Arguments of the text kernels below, in the order of their PTX parameters.
 NAMES = ("slots", "flag", "other", "desc", "n")
-SPEC = Spec(payload=("slots", "desc"), signals=("flag",))
+SPEC = Spec(payload=("slots", "desc"), signals=("flag",), bases=("other",))
 HEAD = """
 .visible .entry k(
     .param .u64 .ptr .global .align 1 k_param_0,
@@ -58,6 +58,7 @@ ACQUIRE = "@%p1 ld.global.sys.acquire.b32 %r7, [%rd2 + 0];\n"
 FENCE = "fence.proxy.async; mov.u32 %r8, 0;\n"
 LOAD = "ld.global.v4.b32 {%r11, %r12, %r13, %r14}, [%rd5];\n"
 TMA_LOAD = "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r15], [%rd4, {%r1, %r2}], [%r16];\n"
+PEER = "ld.global.b64 %rd10, [%rd3];\n@%p1 atom.global.sys.relaxed.exch.b32 %r6, [%rd10], 1;\n"
 #: A wait with its loop: thread 0 looks, all learn, the clock is read.
 WAIT = f"{ACQUIRE}{BARRIER}$L__BB0_8:\nmov.u64 %rd8, %globaltimer;\n{ACQUIRE}{BARRIER}@%p2 bra $L__BB0_8;\n"
 #: Only with tiles (n > 0) is there a wait, and a load.
@@ -95,6 +96,8 @@ GOOD = {
     ),
     "what nobody sends": "ld.global.b32 %r5, [%rd3];\n" + WAIT,
     "a kernel that does not wait": LOAD,
+    "a peer's word": PEER,
+    "a word of this gpu": "@%p1 atom.global.gpu.relaxed.exch.b32 %r6, [%rd3], 1;\n",
 }  # fmt: skip
 
 
@@ -142,6 +145,8 @@ BAD = {
     "proxy fence of shared memory": (WAIT + "fence.proxy.async.shared::cta;\n" + TMA_LOAD, "acquire"),
     "relaxed signal": ("@%p1 atom.global.relaxed.sys.exch.b32 %r6, [%rd2], 1;\n", "signal"),
     "signal of the gpu only": (BARRIER + RELEASE.replace("sys", "gpu"), "signal"),
+    "a peer's word, of the gpu only": (PEER.replace("sys", "gpu"), "signal"),
+    "a word of one program": ("@%p1 atom.global.cta.relaxed.exch.b32 %r6, [%rd3], 1;\n", "signal"),
     "volatile wait": ("ld.volatile.global.b32 %r7, [%rd2];\n", "signal"),
     "endless": (WAIT.replace("mov.u64 %rd8, %globaltimer;\n", ""), "bounded"),
 }

@@ -124,7 +124,7 @@ def push(group: Any, bug: str, calls: int = 5) -> bool:
             y = torch.empty_like(mine)
             ctx.begin("in_kernel", TILE)
             args = (mine, y, ctx.data, ctx.flags, ctx.ctl, m, n, ctx.set_elements, rank)
-            ctx.prepare(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE, (0, 1))((mine, y))
+            ctx.launch(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE)
             good &= torch.equal(y, mine + theirs)
     fluxlike.finalize()
     return good

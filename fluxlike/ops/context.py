@@ -167,6 +167,15 @@ class Context:
             known = self._plans[key] = self._planned, make()
         return known
 
+    def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling) -> None:
+        """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
+        self.stats["launches"] += 1
+        try:
+            self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
+        except BaseException as error:
+            self._broken(error)
+            raise
+
     def prepare(
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling, varying: tuple[int, ...]
     ) -> Launch:  # fmt: skip

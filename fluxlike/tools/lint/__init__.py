@@ -56,7 +56,7 @@ def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
 
 def check_launch(launch: Launch, capability: int) -> Report:
     """Compile a launch and lint it for what is true of every kernel."""
-    spec = Spec(launch.payload, launch.signals, vectors=True, buffers=2 if launch.stages > 1 else 1)
+    spec = Spec(launch.payload, launch.signals, launch.bases, vectors=True, buffers=2 if launch.stages > 1 else 1)
     built = build(launch, capability)
     findings = tuple(lint_built(built, spec))
     return Report("", launch.name, capability, built.registers, built.shared, built.local, findings)

@@ -25,7 +25,7 @@ class Launch:
     """A kernel as one launch compiles it.
 
     ``signature``: argument → Triton's type; "constexpr" for those in ``constants``. ``aligned``: multiples of 16, as Triton
-    specialises. ``payload``, ``signals``: see `rules.Spec`.
+    specialises. ``payload``, ``signals``, ``bases``: see `rules.Spec`.
     """
 
     kernel: Any
@@ -36,6 +36,7 @@ class Launch:
     stages: int
     payload: tuple[str, ...] = ()
     signals: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,10 +66,10 @@ class Built:
 def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, stages: int, contexts: Iterable[Any] = ()) -> Launch:
     """The launch of ``kernel[grid](*args, **constants, num_warps=…, num_stages=…)``, specialised as Triton does it.
 
-    ``contexts``: of `ops.context`; an argument in a context's heap block is payload or a signal.
+    ``contexts``: of `ops.context`; an argument in a context's heap block is payload or a signal, its control block has the bases.
     """
     signature, fixed, aligned = {}, dict(constants), set()
-    roles: dict[str, list[str]] = {"payload": [], "signals": []}
+    roles: dict[str, list[str]] = {"payload": [], "signals": [], "bases": []}
     for parameter, value in zip(kernel.params, args, strict=False):
         name = parameter.name
         kind = _type_of(value)
@@ -84,7 +85,7 @@ def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, s
         if role:
             roles[role].append(name)
     full = {name: "constexpr" if name in fixed else signature[name] for name in kernel.arg_names}
-    return Launch(kernel, full, fixed, frozenset(aligned), warps, stages, tuple(roles["payload"]), tuple(roles["signals"]))
+    return Launch(kernel, full, fixed, frozenset(aligned), warps, stages, **{role: tuple(names) for role, names in roles.items()})
 
 
 def _type_of(value: Any) -> str:
@@ -111,6 +112,8 @@ def _role(value: Any, contexts: Iterable[Any]) -> str | None:
             return "payload"
         if any(_inside(tensor, words) for words in (context.head, context.full, context.flags, context.ready)):
             return "signals"
+        if _inside(tensor, context.ctl):
+            return "bases"
     return None
 
 

@@ -39,6 +39,7 @@ class Spec:
     Attributes:
         payload: arguments that hold data which peers write or which goes to peers (pointers and descriptors).
         signals: arguments that hold the words on which ranks wait.
+        bases: arguments through which the addresses of peers are loaded.
         vectors: blocks are stored to payload in at least 16 bytes a thread.
         loops: loops of matrix products. mma: what they use, "wgmma", "tcgen05", "mma.sync" or "fma".
         buffers: shared memory buffers of each operand in such a loop; 1 where loads cannot be asynchronous.
@@ -50,6 +51,7 @@ class Spec:
 
     payload: tuple[str, ...] = ()
     signals: tuple[str, ...] = ()
+    bases: tuple[str, ...] = ()
     vectors: bool = False
     loops: int | None = None
     mma: str | None = None
@@ -206,9 +208,16 @@ _WAITS = {
 
 
 def signals(ptx: Ptx, spec: Spec) -> list[Finding]:
-    """Rule "signal": atomics on the words between ranks order something, for every rank; no volatile load stands for a wait."""
+    """Rule "signal": atomics on the words between ranks order something, for every rank; no volatile load stands for a wait.
+
+    No atomic on any word is at cta scope, since what one program has for itself needs none; on a peer's it is at system scope.
+    """
     found = []
     for op in ptx.ops:
+        scope = _too_narrow(ptx, op, spec)
+        if scope:
+            found.append(_finding("signal", op, f"{op.name} {scope}"))
+            continue
         if not touches(ptx, op, spec.signals):
             continue
         if re.match(r"ld\.volatile", op.name):
@@ -217,9 +226,21 @@ def signals(ptx: Ptx, spec: Spec) -> list[Finding]:
             if not re.search(r"acquire|release|acq_rel", op.name):
                 found.append(_finding("signal", op, f"{op.name} on a signal orders nothing: use publish_…(…) or wait(…)"))
             elif not re.search(r"\.sys\b", op.name):
-                message = f"{op.name} on a signal does not reach other GPUs or the copy engine: its scope must be sys"
-                found.append(_finding("signal", op, message))
+                found.append(_finding("signal", op, f"{op.name} on a signal {_NOT_SYS}"))
     return found
+
+
+_NOT_SYS = "does not reach other GPUs or the copy engine: its scope must be sys"
+
+
+def _too_narrow(ptx: Ptx, op: Op, spec: Spec) -> str:
+    """What is wrong with the scope of an atomic, wherever it is."""
+    if not re.match(r"(atom|red)\b", op.name) or ".shared" in op.name:
+        return ""
+    if re.search(r"\.cta\b", op.name):
+        return "is for the threads of one program: its scope must be gpu or sys"
+    peers = tuple(f"{name}*" for name in spec.bases)
+    return f"on a word of a peer {_NOT_SYS}" if touches(ptx, op, peers) and not re.search(r"\.sys\b", op.name) else ""
 
 
 def bounded(ptx: Ptx) -> list[Finding]:

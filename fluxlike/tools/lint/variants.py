@@ -110,7 +110,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     }[launch.name]
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
-    spec = Spec(launch.payload, launch.signals, pitches=PITCHES, counts=counts)
+    counts["asm fence.acq_rel.sys"] = waits  # a record of a failure is complete before the host is told of it
+    spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
         return spec
     rows, columns, depth = given["BM"], given["BN"], given["BK"]

@@ -1,0 +1,60 @@
+"""What the processes of a mutant do; apart from `mutate`, so that they need not make all mutants to run one."""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from triton.backends.nvidia.compiler import CUDABackend
+
+KERNELS = ("ag_collect_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
+#: Of the GPU for which kernels are compiled.
+CAPABILITY = 90
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """One module comes from another file."""
+
+    def __init__(self, module: str, path: str) -> None:
+        self.module, self.path = module, path
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.path) if name == self.module else None
+
+
+def load(module: str, path: str) -> None:
+    """From now on ``module`` of fluxlike is the file at ``path``, for all that this process imports of fluxlike."""
+    sys.meta_path.insert(0, _Finder(module, path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fluxlike"]:
+        del sys.modules[name]
+
+
+def on_ranks(group: Any, module: str, file: str, **how: Any) -> None:
+    """A rank: the mutant in place of its module, before anything else is imported."""
+    load(module, file)
+    importlib.import_module("scenes").run(group, **how)
+
+
+def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str, str]]) -> str:
+    """What the lint finds first in the kernels that reach the mutant, as large calls launch them; the small kernel first.
+
+    Down to the PTX, as registers are no matter here and their assembler takes most of the time.
+    """
+    os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.dirname(file), "cache")
+    load(module, file)
+    compiling = importlib.import_module("fluxlike.tools.lint.compiling")
+    variants = importlib.import_module("fluxlike.tools.lint.variants")
+    CUDABackend.make_cubin = lambda self, *rest: b""
+    compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
+    for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
+        case = variants.Case("gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm", transport)
+        for launch in variants.launches(case, CAPABILITY):
+            if launch.name == kernel:
+                built = compiling.build(launch, CAPABILITY)
+                for finding in variants.lint_built(built, variants.spec_of(launch, CAPABILITY)):
+                    return f"{kernel}, {transport}: {finding}"
+    return ""

@@ -1,0 +1,218 @@
+"""What a mutant of the synchronisation is put through, on three ranks of the CPU heap under the race checker.
+
+A fault of order may be survived by luck, so there is a scene in which it cannot:
+
+close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some
+empty  a rank without rows, for which nobody waits and which only the credits hold back, is far ahead or behind
+late   another rank is late in each call; in ag_gemm one without columns of the weight waits only to end the call
+slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
+       without columns is about to end it before the copies of the slow one are there
+
+A wrong number raises `Wrong`; the race checker and a wait that runs out raise for themselves.
+"""
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as stock
+from ranks import rows_slice
+
+import fluxlike.kernels.ag_gemm
+import fluxlike.kernels.gemm_rs
+from fluxlike.kernels import lang, sync
+from fluxlike.runtime import env, interpreter, programs
+
+RANKS = 3
+M, N, K = 40, 160, 32
+WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
+EMPTY_M = 2  # of three ranks the last has no rows
+HEAP_BYTES = 4 << 20
+CALLS = {"close": 4, "empty": 5, "late": 6, "slow": 6}
+#: Calls of ag_gemm in which rank 0 has no columns of the weight.
+COLUMNLESS = {"late": (0, 1, 4, 5), "slow": (2, 4)}
+#: A rank that is slow sleeps before some of its memory operations, and in those calls before each copy.
+SLOW, SLOW_COPY = programs.Schedule(jitter=0.2, delay=0.02), 0.3
+
+
+class Wrong(AssertionError):
+    """A result that is not what it should be."""
+
+    fluxlike_passthrough = True  # out of a kernel as it is
+
+
+def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
+    m, n = _shape(kind, call)
+    generator = torch.Generator().manual_seed(call)
+    xs = torch.randint(-2, 3, (ctx.size, m, K), generator=generator).float()
+    ws = torch.randint(-2, 3, (ctx.size, n, K), generator=generator).float()
+    y = fluxlike.gemm_rs(xs[ctx.rank], ws[ctx.rank], ctx)
+    return torch.equal(y, torch.einsum("rmk,rnk->mn", xs, ws)[rows_slice(m, ctx.size, ctx.rank)])
+
+
+def _ag_gemm(ctx: Any, kind: str, call: int) -> bool:
+    """Every other call with the gathered input, so that another kernel ends it; every third with two weights."""
+    (m, n), k = _shape(kind, call), WIDE_K if (kind, call) == ("close", 1) else K
+    if ctx.rank == 0 and call in COLUMNLESS.get(kind, ()):
+        n = 0
+    generator = torch.Generator().manual_seed(call)
+    x = torch.randint(-2, 3, (m, k), generator=generator).float()
+    w = torch.randint(-2, 3, (n, k), generator=generator).float()
+    shard, weights = x[rows_slice(m, ctx.size, ctx.rank)], [w, w[: n // 2]] if call % 3 == 2 else [w]
+    if call % 2:
+        z, gathered = fluxlike.ag_gemm(shard, weights, ctx, m=m, return_gathered=True)
+    else:
+        z, gathered = fluxlike.ag_gemm(shard, weights, ctx, m=m), x
+    return torch.equal(z[0], x @ w.T) and torch.equal(gathered, x)
+
+
+def _shape(kind: str, call: int) -> tuple[int, int]:
+    """Rows and columns of a call."""
+    if kind == "empty":
+        return EMPTY_M, N
+    return M - 7 * (call % 2), N - 40 * (call % 2) if kind == "close" else N
+
+
+def _context(op: str, transport: str) -> Any:
+    if op == "gemm_rs":
+        return fluxlike.create_gemm_rs_context(M, N, dtype=torch.float32, schedule=transport)
+    return fluxlike.create_ag_gemm_context(M, N, WIDE_K, dtype=torch.float32, schedule=transport)
+
+
+def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
+    """Before a call: the delay that the scene wants of this rank."""
+    if kind == "late" and call % RANKS == rank:
+        time.sleep(0.3)
+    if op == "ag_gemm" and kind == "slow" and rank == 0 and call in COLUMNLESS[kind]:
+        time.sleep(SLOW_COPY / 2)  # its credits are taken by then; the copies of the slow rank are not here yet
+    if kind != "empty":
+        return
+    if op == "gemm_rs" and call == 0 and rank < 2:
+        time.sleep(0.7)  # the rank without rows waits for nobody: it is ahead
+    store = dist.distributed_c10d._get_default_store()
+    if op == "ag_gemm":
+        # Nobody waits for it, so it is behind: it begins when the others are in call 3. Had it finished a call earlier, they
+        # could have learnt of that in their call 2, and all would be ordered.
+        if rank == 2 and call == 0:
+            store.wait([f"{name} of 0", f"{name} of 1"])
+        if rank < 2 and call == 2:
+            store.set(f"{name} of {rank}", "")
+
+
+def scene(op: str, transport: str, kind: str) -> None:
+    """The calls of one scene, in a context of its own; after a failure it stays open, since closing waits for the others."""
+    ctx = _context(op, transport)
+    copy, pause = ctx.engine._copy, 0.0
+
+    def paused(*job: int) -> None:
+        time.sleep(pause)
+        copy(*job)
+
+    ctx.engine._copy = paused
+    for call in range(CALLS[kind]):
+        _hold(op, kind, call, ctx.rank, f"{op} {transport}")
+        slow = kind == "slow" and call % RANKS == ctx.rank
+        pause = SLOW_COPY if slow and call in COLUMNLESS[kind] else 0.0
+        programs.configure(SLOW if slow else None)
+        if not (_gemm_rs if op == "gemm_rs" else _ag_gemm)(ctx, kind, call):
+            raise Wrong(f"{op}, {transport}, scene {kind}: call {call + 1} gave wrong numbers")
+        ctx.check()
+    ctx.close()
+
+
+# the code that only a compiler sees, interpreted
+
+
+class _Result:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def get_result(self, _: int) -> Any:
+        return self.handle
+
+
+_ends = math.inf  # when all waits must be over
+
+
+def _assembly(text: str, *_: Any) -> _Result:
+    """The clock, which a waiting program looks at: the place to let others run. Fences and barriers do nothing here."""
+    if "globaltimer" in text:
+        if time.monotonic() > _ends:
+            raise Wrong("a wait goes on after it has run out")
+        if not programs.yield_program():
+            time.sleep(1e-3)
+        return _Result(stock.TensorHandle(np.array([time.monotonic_ns()]), tl.int64))
+    return _Result(stock.TensorHandle(np.array([0], np.int32), tl.int32))
+
+
+def _no(_semantic: Any = None) -> tl.constexpr:
+    return tl.constexpr(False)
+
+
+_no.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+def as_compiled() -> None:
+    """From now on the kernels take the branch of the GPU in every wait and barrier."""
+    sync.is_interp, lang.is_interp = _no, _no
+    interpreter.builder.create_inline_asm = _assembly
+
+
+@triton.jit
+def _publish_nothing(signal, value, TMA: tl.constexpr):
+    pass
+
+
+def lost(group: Any) -> None:
+    """Rank 1 gives no signals. Rank 0 soon gives up and says why; the others, who would wait for long, follow it at once.
+
+    Without the checker, since who has given up goes on with what is there.
+    """
+    global _ends
+    rank, publish_set, said = group.rank(), fluxlike.kernels.gemm_rs.publish_set, ""
+    env.put("FLUXLIKE_RACECHECK", "0")
+    fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
+    limit = env.get("FLUXLIKE_TIMEOUT_S")
+    env.put("FLUXLIKE_TIMEOUT_S", "1" if rank == 0 else "1000")
+    if rank == 1:
+        fluxlike.kernels.gemm_rs.publish_set = _publish_nothing
+    with _context("gemm_rs", "in_kernel") as ctx:
+        _ends = time.monotonic() + 15
+        try:
+            for call in range(1 if rank == 0 else 2):  # in its second call rank 1 has nothing to wait for but the others
+                _gemm_rs(ctx, "late", call)
+                ctx.check()
+        except fluxlike.PeerTimeout as error:
+            said = str(error)
+        waited = "gemm_rs: rank 0 waited 1 s for rank 1: its partial sums of call 1 (expected 1, saw 0)."
+        of = {1: "rank 2 (its partial sums, call 2)", 2: "rank 1 (its partial sums, call 1)"}
+        if rank:
+            waited = f"gemm_rs: rank {rank} stopped waiting for {of[rank]} because rank 0 gave up first"
+        if not said.startswith(waited):
+            raise Wrong(f"a wait ran out, and rank {rank} said {said!r}")
+        _ends = math.inf
+    fluxlike.finalize()
+    fluxlike.kernels.gemm_rs.publish_set = publish_set
+    env.put("FLUXLIKE_TIMEOUT_S", limit)
+    env.put("FLUXLIKE_RACECHECK", "1")
+
+
+def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> None:
+    """The scenes of the (operation, transport) in ``plan``; ``compiled``: with the branches of the GPU, which are the waits' only.
+
+    ``limit``: seconds of a wait in a kernel; the ranks may take longer to start.
+    """
+    programs._NAP_MAX = 8e-3  # most ranks wait most of the time, and several mutants share the cores
+    if compiled:
+        as_compiled()
+        lost(group)
+    fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
+    env.put("FLUXLIKE_TIMEOUT_S", limit)
+    for kind in ("close",) if compiled else CALLS:
+        for op, transport in plan:
+            scene(op, transport, kind)

@@ -1,0 +1,552 @@
+"""The race checker's tables by themselves: clocks, scopes, ranges, records. One process plays all ranks; memory is only numbers.
+
+`Ranks` makes a checker for each rank, as `racecheck.start` would in processes of their own, and lets a test act as any program of
+any of them. Nothing is loaded or stored: the checker is told of accesses, and says whether they race.
+"""
+
+import ast
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import fluxlike
+from fluxlike.kernels.lang import is_interp, used_rows
+from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
+from fluxlike.runtime import interpreter, programs, racecheck, racehooks, raceshadow
+from fluxlike.runtime.errors import RaceError
+from fluxlike.runtime.racecheck import Checker
+from fluxlike.runtime.racereport import READ, STORE
+
+RELAXED, ACQUIRE, RELEASE, ACQ_REL = range(4)
+CTA, GPU, SYS = range(3)
+BYTES = 1 << 16
+WORD, OTHER_WORD, DATA = 0, 8, 1024  # offsets on a rank's heap
+
+
+class Control:
+    """A rank's end of agreements between the threads of this process, which play the ranks."""
+
+    def __init__(self, rank, size, meeting, said):
+        self.rank, self.size, self.ranks = rank, size, list(range(size))
+        self._meeting, self._said = meeting, said
+
+    def gather(self, value, what):
+        self._said[self.rank] = value
+        self._meeting.wait()
+        all_of_them = list(self._said)
+        self._meeting.wait()
+        return all_of_them
+
+    def agree(self, what, arguments, error=None):
+        assert error is None, error
+        self.gather(arguments, what)
+
+    def barrier(self, what):
+        self.gather(None, what)
+
+
+class Segment:
+    """Memory of every rank, by its addresses only."""
+
+    def __init__(self, ranks, nbytes=BYTES):
+        self.nbytes = nbytes
+        self.addresses = [0x10_0000 * (rank + 1) for rank in range(ranks)]
+
+
+class Ranks:
+    def __init__(self, size, max_programs=2):
+        meeting, said = threading.Barrier(size), [None] * size
+        controls = [Control(rank, size, meeting, said) for rank in range(size)]
+        self.segment = Segment(size)
+
+        def make(control):
+            checker = Checker(control, max_programs)
+            checker.add_segment(self.segment, control)
+            return checker
+
+        with ThreadPoolExecutor(size) as pool:  # making one is collective
+            self.checkers = list(pool.map(make, controls))
+        self.grids = [None] * size
+
+    def launch(self, rank, count=2):
+        """The programs of a grid on ``rank`` begin."""
+        self.grids[rank] = grid = programs.Grid("kernel", lambda: None, (count, 1, 1), programs.Schedule())
+        self.checkers[rank].fork(grid)
+
+    def end(self, rank):
+        self.checkers[rank].join(self.grids[rank])
+        self.grids[rank] = None
+
+    @contextlib.contextmanager
+    def acting(self, rank, program=None):
+        """As a program of ``rank``, or as its host."""
+        programs._local.program = None if program is None else self.grids[rank].queue[program]
+        try:
+            yield self.checkers[rank]
+        finally:
+            programs._local.program = None
+
+    def at(self, owner, offset):
+        return self.segment.addresses[owner] + offset
+
+    def touch(self, kind, me, owner, offset=DATA, nbytes=64, element=4):
+        """``me`` (rank, program or None) reads or writes ``nbytes`` of ``owner``."""
+        with self.acting(*me) as checker:
+            checker.access(self.at(owner, offset) + np.arange(0, nbytes, element, dtype=np.uint64), element, kind)
+
+    def read(self, me, owner, *place, **how):
+        self.touch(READ, me, owner, *place, **how)
+
+    def write(self, me, owner, *place, **how):
+        self.touch(STORE, me, owner, *place, **how)
+
+    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False):
+        with self.acting(*me) as checker:
+            return checker.atomic(np.array([self.at(owner, offset)], np.uint64), 8, order, scope, poll, lambda: "done")
+
+    def signal(self, me, owner, order=RELEASE, scope=SYS, offset=WORD):
+        assert self.atomic(me, owner, order, scope, offset) == "done"
+
+    def wait(self, me, owner, order=ACQUIRE, scope=SYS, offset=WORD):
+        self.atomic(me, owner, order, scope, offset, poll=True)
+
+    def close(self):
+        for checker in self.checkers:
+            checker.close()
+
+
+@pytest.fixture
+def two():
+    """Two ranks with two programs each."""
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.launch(rank)
+    yield ranks
+    ranks.close()
+
+
+A0, A1, B0, B1 = (0, 0), (0, 1), (1, 0), (1, 1)  # programs of rank 0 and of rank 1
+HOST_A, HOST_B = (0, None), (1, None)
+
+# what races
+
+
+@pytest.mark.parametrize(("first", "second"), [("write", "read"), ("read", "write"), ("write", "write")])
+def test_unordered_accesses_race(two, first, second):
+    getattr(two, first)(A0, 0)
+    with pytest.raises(RaceError, match=f"(?s){first} by rank 0, program 0.*{second} by rank 1, program 1"):
+        getattr(two, second)(B1, 0)
+
+
+def test_the_programs_of_a_rank_race_too(two):
+    two.write(A0, 0)
+    with pytest.raises(RaceError):
+        two.read(A1, 0)
+
+
+def test_what_does_not_race(two):
+    two.read(A0, 0)
+    two.read(B0, 0)  # two reads
+    two.write(A0, 0, DATA + 64)
+    two.read(A0, 0, DATA + 64)  # one thread
+    two.write(B0, 0, DATA + 128)  # a neighbour
+    two.write(B0, 1, DATA)  # another rank's memory
+    two.signal(A0, 0, RELAXED)
+    two.signal(B0, 0, RELAXED)  # two atomics
+
+
+@pytest.mark.parametrize("access", ["read", "write"])
+@pytest.mark.parametrize("atomic_first", [True, False])
+def test_an_atomic_and_a_plain_access_race(two, atomic_first, access):
+    steps = [lambda: two.signal(A0, 0, RELEASE), lambda: getattr(two, access)(B0, 0, WORD, 8)]
+    first, second = steps if atomic_first else reversed(steps)
+    first()
+    with pytest.raises(RaceError):
+        second()
+
+
+def test_no_reader_is_forgotten(two):
+    two.read(A0, 0)
+    two.read(B0, 0)
+    two.signal(A0, 0)
+    two.wait(B1, 0)  # B1 knows of the read of A0, not of that of its own rank's other program
+    with pytest.raises(RaceError, match=r"(?s)first:  read by rank 1, program 0"):
+        two.write(B1, 0)
+
+
+def test_the_rank_that_did_not_see_it_stops_as_well(two):
+    two.write(A0, 0)
+    with pytest.raises(RaceError, match="race on the heap of rank 0, bytes 1024 to 1087"):
+        two.read(B0, 0)
+    with pytest.raises(RaceError, match=r"(?s)rank 0 stops, because of this race:.race on"):
+        two.read(A0, 0, DATA + 512)
+
+
+# clocks
+
+
+def test_release_and_acquire_order(two):
+    two.write(A0, 0)
+    two.signal(A0, 1)
+    two.wait(B0, 1)
+    two.read(B0, 0)
+    with pytest.raises(RaceError):
+        two.read(B1, 0)  # the other program has not waited
+
+
+@pytest.mark.parametrize(("release", "acquire"), [(RELAXED, ACQUIRE), (RELEASE, RELAXED), (ACQUIRE, ACQUIRE), (RELEASE, RELEASE)])
+def test_half_an_edge_orders_nothing(two, release, acquire):
+    two.write(A0, 0)
+    two.signal(A0, 1, release)
+    two.wait(B0, 1, acquire)
+    with pytest.raises(RaceError):
+        two.read(B0, 0)
+
+
+def test_what_comes_after_the_release_is_not_ordered(two):
+    two.signal(A0, 1)
+    two.write(A0, 0)
+    two.wait(B0, 1)
+    with pytest.raises(RaceError):
+        two.read(B0, 0)
+
+
+def test_another_word_orders_nothing(two):
+    two.write(A0, 0)
+    two.signal(A0, 1)
+    two.wait(B0, 1, offset=OTHER_WORD)
+    with pytest.raises(RaceError):
+        two.read(B0, 0)
+
+
+def test_a_relaxed_atomic_does_not_hide_an_earlier_release(two):
+    two.write(A0, 0)
+    two.signal(A0, 1)
+    two.signal(A1, 1, RELAXED)
+    two.wait(B0, 1)
+    two.read(B0, 0)
+
+
+def test_a_plain_store_ends_what_was_published(two):
+    two.write(A0, 0)
+    two.signal(A0, 1)
+    two.write(A0, 1, WORD, 8)
+    with two.acting(*B0) as checker, pytest.raises(RaceError):  # the wait itself: an atomic on a word stored to
+        checker.atomic(np.array([two.at(1, WORD)], np.uint64), 8, ACQUIRE, SYS, True, lambda: None)
+
+
+def test_a_count_hands_on_what_all_have_done(two):
+    """As the arrival of programs at the end of a call: each acquires the earlier ones, the last signals for all."""
+    two.write(A0, 0)
+    two.signal(A0, 0, ACQ_REL, GPU, OTHER_WORD)
+    two.write(A1, 0, DATA + 64)
+    two.signal(A1, 0, ACQ_REL, GPU, OTHER_WORD)
+    two.signal(A1, 1)
+    two.wait(B0, 1)
+    two.read(B0, 0, DATA, 128)
+
+
+@pytest.mark.parametrize("order", [ACQUIRE, RELEASE, RELAXED])
+def test_a_count_needs_both(two, order):
+    two.write(A0, 0)
+    two.signal(A0, 0, order, GPU, OTHER_WORD)
+    two.signal(A1, 0, order, GPU, OTHER_WORD)
+    two.signal(A1, 1)
+    two.wait(B0, 1)
+    with pytest.raises(RaceError):
+        two.read(B0, 0)
+
+
+# scopes
+
+
+@pytest.mark.parametrize(
+    ("scope", "other_program", "other_rank"),
+    [(CTA, False, False), (GPU, True, False), (SYS, True, True)],
+    ids=["cta", "gpu", "sys"],
+)
+@pytest.mark.parametrize("weak_side", ["release", "acquire"])
+def test_scopes(two, scope, other_program, other_rank, weak_side):
+    release, acquire = (scope, SYS) if weak_side == "release" else (SYS, scope)
+    for reader, ordered in ((A1, other_program), (B0, other_rank)):
+        two.write(A0, 0)
+        two.signal(A0, 0, RELEASE, release)
+        two.wait(reader, 0, ACQUIRE, acquire)
+        known = two.grids[reader[0]].queue[reader[1]].checked.clock
+        mine = two.grids[0].queue[0].checked
+        assert (known[mine.tid] >= mine.clock[mine.tid] - 1) == ordered
+
+
+def test_a_release_at_gpu_scope_does_not_reach_the_copy_engine(two):
+    for scope, ordered in ((GPU, False), (SYS, True)):
+        two.write(A0, 0)
+        two.signal(A0, 0, RELEASE, scope, OTHER_WORD)
+        checker = two.checkers[0]
+        assert checker.stream_wait(two.at(0, OTHER_WORD), lambda: True)
+        mine = two.grids[0].queue[0].checked
+        assert (checker.engine.clock[mine.tid] >= mine.clock[mine.tid] - 1) == ordered
+
+
+# launches, hosts, copy engines
+
+
+def test_a_launch_orders_both_ways():
+    ranks = Ranks(1)
+    ranks.write((0, None), 0)
+    ranks.launch(0)
+    ranks.read((0, 0), 0)
+    ranks.write((0, 1), 0, DATA + 64)
+    ranks.end(0)
+    ranks.write((0, None), 0, DATA, 128)
+    ranks.launch(0)
+    ranks.write((0, 0), 0, DATA, 128)
+    ranks.close()
+
+
+def test_the_host_does_not_see_a_running_kernel(two):
+    two.write(A0, 0)
+    with pytest.raises(RaceError, match=r"(?s)program 0.*second: read by rank 0, the host"):
+        two.read(HOST_A, 0)
+
+
+def test_host_agreement_orders_hosts(two):
+    for rank in range(2):
+        two.end(rank)
+    two.write(HOST_A, 1)
+    clocks = [checker.publish() for checker in two.checkers]
+    for checker in two.checkers:
+        checker.learn(clocks)
+    two.read(HOST_B, 1)
+    two.write(HOST_A, 1, DATA + 64)
+    with pytest.raises(RaceError):
+        two.read(HOST_B, 1, DATA + 64)
+
+
+@pytest.mark.parametrize("fault", ["", "copy before it may", "no wait", "read while it copies"])
+def test_a_copy_and_its_signals(two, fault):
+    """A program's counter → stream wait → copy → stream write → the reader at the peer."""
+    engine = two.checkers[0]
+    known = engine.queued()
+    two.write(A0, 0)
+    two.signal(A0, 0, RELEASE, SYS, OTHER_WORD)
+
+    def job():
+        engine.begin_job(known)
+        if fault != "copy before it may":
+            assert not engine.stream_wait(two.at(0, OTHER_WORD), lambda: False)
+            assert engine.stream_wait(two.at(0, OTHER_WORD), lambda: True)
+        engine.span(two.at(0, DATA), 32, 16, 2, READ)
+        engine.span(two.at(1, DATA), 32, 16, 2, STORE)
+        engine.stream_write(two.at(1, WORD), lambda: None)
+
+    def everything():
+        with ThreadPoolExecutor(1) as pool:  # the engine is a thread of its own
+            pool.submit(job).result()
+        if fault != "no wait":
+            two.wait(B0, 1)
+        two.read(B0, 1, DATA, 48)
+        if fault == "read while it copies":
+            two.write(A0, 0)
+        engine.join_engine()
+        two.end(0)
+        two.write(HOST_A, 0)
+
+    with pytest.raises(RaceError, match="the copy engine") if fault else contextlib.nullcontext():
+        everything()
+
+
+def test_a_span_has_gaps(two):
+    two.write(A0, 0, DATA + 16, 16)
+    two.checkers[1].span(two.at(0, DATA), 32, 16, 4, READ)  # 16 bytes of every 32
+    with pytest.raises(RaceError, match="bytes 1040 to 1041"):
+        two.checkers[1].span(two.at(0, DATA), 32, 18, 4, READ)
+
+
+# ranges and granules
+
+
+def test_locate(two):
+    checker = two.checkers[0]
+    start, end = two.segment.addresses[0], two.segment.addresses[0] + BYTES
+
+    def found(addresses, size):
+        places = checker.locate(np.array(addresses, np.uint64), size)
+        return [(known.rank, (granules - known.granule).tolist()) for known, granules in places]
+
+    assert found([start, start + 2], 2) == [(0, [0, 1])]
+    assert found([start, start + 8], 8) == [(0, [0, 1, 2, 3, 4, 5, 6, 7])]
+    assert found([start - 4, start, end - 4, end], 4) == [(0, [0, 1, BYTES // 2 - 2, BYTES // 2 - 1])]
+    assert found([end, end + 64], 4) == []
+    assert found([two.segment.addresses[1] + 4, start + 4], 4) == [(1, [2, 3]), (0, [2, 3])]
+    assert found([1 << 40, start], 4) == [(0, [0, 1])]  # backwards, from above all that is checked
+    assert found([start, start + 1, start + 2, start + 5], 1) == [(0, [0])]  # half a granule may be another's
+    assert found([], 4) == []
+
+
+def test_neighbours_of_two_bytes_do_not_race(two):
+    two.write(A0, 0, DATA, 2, element=2)
+    two.write(B0, 0, DATA + 2, 2, element=2)
+    with pytest.raises(RaceError):
+        two.write(B0, 0, DATA, 2, element=2)
+
+
+def test_a_local_buffer_is_checked_under_its_name_until_it_is_given_up():
+    ranks = Ranks(1)
+    ranks.launch(0)
+    buffer = torch.zeros(8)
+    checker = ranks.checkers[0]
+
+    def access(program, kind):
+        with ranks.acting(0, program):
+            checker.access(buffer.data_ptr() + np.arange(0, 32, 4, dtype=np.uint64), 4, kind)
+
+    access(0, STORE)
+    access(1, STORE)  # nobody has asked
+    checker.watch("scratch", buffer)
+    access(0, STORE)
+    checker.unwatch(buffer)
+    access(1, STORE)
+    checker.watch("other", torch.zeros(8))
+    checker.watch("scratch", buffer)
+    access(1, READ)  # what was before is forgotten
+    with pytest.raises(RaceError, match="race on scratch of rank 0, bytes 0 to 31"):
+        access(0, STORE)
+    ranks.close()
+
+
+def test_watching_too_much_says_so(monkeypatch):
+    monkeypatch.setattr(racecheck, "LOCAL_BYTES", 1 << 20)
+    ranks = Ranks(1)
+    with pytest.raises(RuntimeError, match="at most 1 MiB of local buffers"):
+        ranks.checkers[0].watch("large", torch.empty(1 << 20))
+    ranks.close()
+
+
+# records
+
+
+def test_records_are_used_again_and_nothing_in_use_is_lost(monkeypatch):
+    monkeypatch.setattr(raceshadow, "RECORDS", 256)
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.launch(rank)
+    shadow = ranks.checkers[0].shadow
+    ranks.write(A0, 0)  # must be known to the end
+    for _ in range(600):
+        ranks.write(A0, 0, DATA + 64)
+        ranks.signal(A0, 0, RELEASE, offset=OTHER_WORD)
+        ranks.wait(B0, 0, offset=OTHER_WORD)
+        ranks.read(B0, 0, DATA + 64)
+        ranks.signal(B0, 1)
+        ranks.wait(A0, 1)
+    assert shadow.generation > 2, "there was no need to search for free records"
+    with pytest.raises(RaceError, match=r"(?s)first:  write by rank 0, program 0"):
+        ranks.write(B1, 0)
+    ranks.close()
+
+
+def test_chains_keep_each_thread_once():
+    ranks = Ranks(3, max_programs=4)
+    for rank in range(3):
+        ranks.launch(rank, 4)
+    for _ in range(3):
+        for rank in range(3):
+            for program in range(4):
+                ranks.read((rank, program), 0)
+    shadow = ranks.checkers[0].shadow
+    area = shadow.areas[1]
+    chain = shadow.chain(int(area.cells[DATA // 2, raceshadow.READS]))
+    assert len(chain) == 12 and len({record[raceshadow.TID] for record in chain}) == 12
+    ranks.close()
+
+
+def test_more_signals_than_fit_say_so(monkeypatch):
+    monkeypatch.setattr(raceshadow, "SIGNALS", 4)
+    ranks = Ranks(1)
+    with pytest.raises(RuntimeError, match="keeps 4 signal words"):
+        for word in range(5):
+            ranks.signal((0, None), 0, RELEASE, offset=8 * word)
+    ranks.close()
+
+
+# descriptors, under the interpreter
+
+
+@triton.jit
+def blocks_kernel(source, to, first_row, STORED: tl.constexpr, USED: tl.constexpr):
+    """Program 0 stores rows 0 to 7; program 1 loads 8 rows from ``first_row`` on, or stores them."""
+    if tl.program_id(0) == 0:
+        to.store([0, 0], tl.zeros((8, 8), tl.float32))
+    else:
+        if STORED:
+            source.store([first_row, 0], tl.zeros((8, 8), tl.float32))
+        else:
+            if USED > 0 and is_interp():
+                used_rows(first_row * 0 + USED)
+            source.load([first_row, 0])
+
+
+def _blocks(first_row, stored=False, used=0, rows=20, columns=8):
+    """Run the kernel above on one matrix of 20 rows, watched, by two descriptors of it."""
+    control = Control(0, 1, threading.Barrier(1), [None])
+    executor = type("Executor", (), {"programs": 2, "copy_engine": None})()
+    racehooks.start(control, executor, lambda group: control)
+    try:
+        matrix = torch.zeros(20, 16)
+        racecheck.watch("matrix", matrix)
+        descriptor = TensorDescriptor(matrix, [rows, columns], [16, 1], [8, 8])
+        interpreter.run(blocks_kernel, 2, descriptor, descriptor, first_row, STORED=stored, USED=used)
+    finally:
+        racecheck.stop()
+    assert "create_masked_load" not in vars(interpreter.builder) and racecheck.active() is None
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_blocks_of_descriptors(stored):
+    _blocks(8, stored)
+    _blocks(-8, stored)  # all of it outside
+    with pytest.raises(RaceError, match="race on matrix of rank 0, bytes 448 to"):
+        _blocks(7, stored)
+    with pytest.raises(RaceError, match="bytes 0 to 95"):  # the rows inside, and 8 of the 16 columns
+        _blocks(-6, stored)
+
+
+def test_only_the_rows_that_are_used_count():
+    with pytest.raises(RaceError, match="race on matrix"):
+        _blocks(-6, used=0)
+    _blocks(-4 + 12, used=8)
+    with pytest.raises(RaceError, match="race on matrix"):
+        _blocks(4, used=8)
+
+
+# the house
+
+
+def test_the_runtime_does_not_import_in_a_circle():
+    """Not inside functions either; what only a type checker reads is no import."""
+    imports = {}
+    for path in Path(fluxlike.__file__).parent.joinpath("runtime").glob("*.py"):
+        found = imports.setdefault(path.stem, set())
+        tree = ast.parse(path.read_text())
+        unread = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        for node in ast.walk(ast.Module([node for node in tree.body if node not in unread], [])):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                found |= {node.module} if node.module else {alias.name for alias in node.names}
+
+    def reached(name):
+        found, ahead = set(), [name]
+        while ahead:
+            new = imports.get(ahead.pop(), set()) - found
+            found |= new
+            ahead += new
+        return found
+
+    assert [name for name in imports if name in reached(name)] == []
