@@ -442,11 +442,11 @@ def test_nobody_passes_with_the_result_of_the_one_before(op, sabotage):
 
 def test_an_exception_on_one_rank_reaches_all():
     env = {"FLUXLIKE_TIMEOUT_S": "3"}
-    argv = ["gemm_rs", "--methods", "copy_engine,in_kernel"]
+    argv = ["gemm_rs", "--methods", "auto,copy_engine,in_kernel"]
     for found, bad in values(ranks.run_fresh(run_shape, 2, env, timeout=90, argv=argv, sabotage=raises_on_rank_1)):
         rows = found["eager"]
         assert bad and rows["copy_engine"].status == "failed" and rows["copy_engine"].note.startswith("rank 1: ")
-        assert rows["in_kernel"].status == "ok"
+        assert rows["auto"].status == rows["in_kernel"].status == "ok"
 
 
 def test_a_run_that_cannot_go_on_ends_on_all_ranks():

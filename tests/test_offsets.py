@@ -84,7 +84,7 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
     memory = torch.arange(9 * 13, dtype=torch.bfloat16)
     odd = memory.view(13, 9).T if transposed else memory.view(9, 13)
     even = torch.zeros(16, 16, dtype=torch.bfloat16)
-    hopper = tiling.choose((9, 0), torch.bfloat16, 4096, 4096)
+    hopper = tiling.choose((9, 0), torch.bfloat16, 4096, 4096, 4)
     assert hopper.tma and not tiling.is_tma_aligned(odd)
     tile, which = tiling.readable(hopper, (9, 0), tiling.SMALL_ROWS + 1, odd, even)
     first, second = tiling.padded((odd, even), which)
@@ -134,3 +134,11 @@ def test_what_a_copy_of_rows_becomes(asked, calls):
     engine._cu, engine._raw, engine._batch = Driver(), 0, []
     engine.copy(*asked)
     assert engine._cu.calls == calls
+
+
+def test_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle():
+    def columns(m, n, ranks=4):
+        return tiling.choose((9, 0), torch.bfloat16, m // ranks, n, ranks).bn
+
+    assert columns(1024, 2048) == columns(512, 4096) == 128  # 64 wide tiles for 132 multiprocessors
+    assert columns(1024, 4096) == columns(8192, 8192) == columns(1024, 14336) == 256

@@ -204,7 +204,7 @@ def _plan(
     ld = tiling.round_up(k, 16)
     transport = ctx.choose(full * ld * itemsize)
     capability = ctx.world.executor.capability
-    tile = tiling.choose(capability, ctx.dtype, full, max(z.shape[1] for z in results))
+    tile = tiling.choose(capability, ctx.dtype, full, max(z.shape[1] for z in results), ctx.size)
     tile, padded = tiling.readable(tile, capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
     subs = 1

@@ -152,7 +152,8 @@ def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
     capability = ctx.world.executor.capability
-    tile, padded = tiling.readable(tiling.choose(capability, x.dtype, full, n), capability, full, x, weight)
+    tile = tiling.choose(capability, x.dtype, full, n, ranks)
+    tile, padded = tiling.readable(tile, capability, full, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)
     transport = ctx.choose(full * ld * x.element_size())

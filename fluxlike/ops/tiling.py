@@ -11,6 +11,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels import sync
+from ..kernels.tiles import cdiv
 
 #: Rows of tiles and columns of tiles are never lower or narrower than this; the signal regions are sized by it.
 MIN_TILE = 32
@@ -23,6 +24,10 @@ MAX_SUBS: int = sync.MAX_SUBS.value
 #: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
 SMALL_ROWS = 64
 CPU = (0, 0)
+#: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
+MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
+#: Rate of a multiprocessor on tiles of 128×128 against 128×256.
+NARROW = 0.8
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,8 @@ class Tiling:
     tma: bool
 
 
-def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int) -> Tiling:
-    """The tiling for chunks of ``chunk_rows`` rows and ``n`` columns.
+def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, ranks: int) -> Tiling:
+    """The tiling for ``ranks`` chunks of ``chunk_rows`` rows and ``n`` columns.
 
     128×256×64 with 8 warps and three stages was the best of the prototypes at large sizes; it needs the shared memory of
     compute capability 9.0 (213 KB). GPUs before that have no TMA and get 96 KB or less. fp32 is computed at IEEE precision, so
@@ -53,9 +58,18 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
     if capability >= (9, 0):
         if small:
             return Tiling(64, 128, 128, 8, 4, 4, True)
-        wide = n > 128 and n % 16 == 0  # element-wise stores of a ragged result spill registers at 256 columns
+        # element-wise stores of a ragged result spill registers at 256 columns
+        wide = n > 128 and n % 16 == 0
+        if wide:
+            wide = _seconds(256, capability, chunk_rows, n, ranks) <= _seconds(128, capability, chunk_rows, n, ranks)
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
     return Tiling(64 if small else 128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+
+
+def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, ranks: int) -> float:
+    """Time of a product with tiles of 128 rows and ``bn`` columns, in some unit: whole waves, as the last tile counts."""
+    waves = cdiv(ranks * cdiv(chunk_rows, 128) * cdiv(n, bn), MULTIPROCESSORS.get(capability, 132))
+    return waves * bn / (1.0 if bn == 256 else NARROW)
 
 
 def readable(

@@ -136,12 +136,25 @@ class Bench:
                 self.check(problem, method, 3)
             except Failed as failure:
                 method.failed(failure)
+                if method.context is not None and not failure.everywhere:
+                    self.begin_again(problem, methods)
         found = {mode: Result(shape, self.measure(mode, problem, methods)) for mode in self.asked.modes}
         for method in methods:
             if method.context is not None:
                 method.context.close()
         self.bad |= any(r.status == "WRONG" or (r.status == "failed" and r.method in OURS) for f in found.values() for r in f.rows)
         return found
+
+    def begin_again(self, problem: Problem, methods: Sequence[Method]) -> None:
+        """The ranks have made different calls, after which none of their contexts is of use: new ones for the methods so far."""
+        for method in methods:
+            if method.context is not None:
+                with contextlib.suppress(ValueError):  # a rank may learn only here that they did
+                    method.context.close()
+                method.context = None
+                if method.row.status == "ok":
+                    method.context = self.peers.attempt(functools.partial(problem.context, method.name))
+                    method.call = problem.call(method.name, method.context)
 
     def first(self, method: Method) -> None:
         """The first call, agreed on twice: that it could be made, and (a rank may be waiting for another) that it ended."""
@@ -177,7 +190,10 @@ class Bench:
     # the times of one mode
 
     def measure(self, mode: str, problem: Problem, methods: Sequence[Method]) -> list[Row]:
-        """The rows of a mode; what is wrong or failed in one keeps its own row and leaves the others in step."""
+        """The rows of a mode; what is wrong or failed in one keeps its own row and leaves the others in step.
+
+        But for an exception on some ranks only, in one of our methods: with that the others of ours fail, too, and say so.
+        """
         measured = [replace(method, row=replace(method.row, rounds_ms=[])) for method in methods]
         per_call = GRAPH_CALLS if mode == "graph" else 1
         for method in self.alive(measured):
