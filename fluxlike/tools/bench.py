@@ -136,7 +136,7 @@ class Bench:
                 self.check(problem, method, 3)
             except Failed as failure:
                 method.failed(failure)
-                if method.context is not None and not failure.everywhere:
+                if method.context is not None:
                     self.begin_again(problem, methods)
         found = {mode: Result(shape, self.measure(mode, problem, methods)) for mode in self.asked.modes}
         for method in methods:
@@ -146,7 +146,7 @@ class Bench:
         return found
 
     def begin_again(self, problem: Problem, methods: Sequence[Method]) -> None:
-        """The ranks have made different calls, after which none of their contexts is of use: new ones for the methods so far."""
+        """The ranks may have made different calls, after which no context of theirs is of use: new ones for the methods so far."""
         for method in methods:
             if method.context is not None:
                 with contextlib.suppress(ValueError):  # a rank may learn only here that they did
