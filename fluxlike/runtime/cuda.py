@@ -1,5 +1,6 @@
 """Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ log = logging.getLogger("fluxlike")
 MAX_PITCH = 2**31 - 1
 #: Graphs of copies that a context keeps.
 GRAPHS = 128
+_AS_IT_IS = contextlib.nullcontext()
 
 
 def _driver() -> Any:
@@ -71,13 +73,14 @@ class CudaCopyEngine:
 
     def fork(self) -> None:
         self._batch.clear()
-        self._forked.record(torch.cuda.current_stream(self._device))
+        self._from = torch.cuda.current_stream(self._device)
+        self._forked.record(self._from)
         self._stream.wait_event(self._forked)
 
     def join(self) -> None:
         self._flush()
         self._joined.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._joined)
+        self._from.wait_event(self._joined)
 
     def queue(self, key: Any, jobs: Callable[[], None]) -> None:
         """Queue what ``jobs`` queues, which is the same for the same ``key``."""
@@ -163,17 +166,13 @@ class CudaLaunch(Launch):
     _known = True
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> bool:
-        device = self._executor.device
         if self._direct is None or _is_profiled():
             compiled = self.launched(tensors)
             if self._direct is None and self._known:
                 self._look_at(compiled, tensors)
             return False
-        if torch.cuda.current_device() == device.index:
+        with self._executor.current():
             self._direct(tensors)
-        else:
-            with torch.cuda.device(device):
-                self._direct(tensors)
         return True
 
     def _look_at(self, compiled: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -226,7 +225,7 @@ class CudaExecutor:
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> Any:
         """Through Triton, which compiles what it does not know; returns what was compiled."""
-        with torch.cuda.device(self.device):  # Triton launches on the current device, which the caller may have changed
+        with self.current():  # Triton launches on the current device, which the caller may have changed
             return kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
 
     def prepare(
@@ -284,9 +283,13 @@ class CudaExecutor:
         The launch comes first: it returns at once, and the kernel starts while the copies are queued.
         ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
         """
-        with torch.cuda.device(self.device):  # a thread starts on device 0, and the driver's copies go by the current one
+        with self.current():  # the driver's copies go by the current device
             engine.fork()
             launch()
             engine.queue(key, queue)
             engine.join()
             engine.remember(key, queue)
+
+    def current(self) -> Any:
+        """A ``with`` in which this device is current. It seldom is not: a thread starts on device 0."""
+        return _AS_IT_IS if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
