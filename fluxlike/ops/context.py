@@ -345,6 +345,7 @@ class Context:
             self.world.contexts.remove(self)
         if hasattr(self.engine, "close"):
             self.engine.close()
+        self._plans.clear()  # they know this context, which shall go with its last user and not wait for the garbage collector
         for name in self.watched:
             racecheck.unwatch(getattr(self, name))
         everyone, mismatch = self.control.part(f"closing {self.label}")
