@@ -171,7 +171,7 @@ def _run(
     shard = x if rows else x.new_zeros(1, k)
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
     kinds = rows, gathered is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
-    number, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered))
+    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered))
     slot = ctx.begin(plan.transport, plan.tile, M=m, K=k)
     shard, *operands = tiling.padded(operands, plan.padded)
 
@@ -181,8 +181,7 @@ def _run(
 
     if plan.copies:
         # the first launch alone: what follows may have to compile, and the peers wait for this shard
-        key = number, slot, shard.data_ptr()
-        ctx.overlapped(lambda: launch(0), key, lambda: plan.copies[slot](shard))
+        ctx.overlapped(lambda: launch(0), None, lambda: plan.copies[slot](shard))
     else:
         launch(0)
     for i in range(1, len(weights)):

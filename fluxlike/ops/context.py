@@ -193,7 +193,10 @@ class Context:
         return launch
 
     def overlapped(self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None]) -> None:
-        """``launch`` with the copies that ``queue`` queues beside it, the same ones whenever ``key`` is the same."""
+        """``launch`` with the copies that ``queue`` queues beside it.
+
+        They are the same ones whenever ``key`` is the same, in this context's memory; None for copies of a caller's tensor.
+        """
 
         def stuck(seconds: float) -> Exception | None:
             gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
