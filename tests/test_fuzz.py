@@ -324,6 +324,8 @@ def one_bad_rank(group, call: Call, guilty: int) -> None:
             getattr(fluxlike, call.op)(*args, **how)
             ctx.check()
         ctx.close()
+    for key in [key for key, other in _contexts.items() if other.control is ctx.control]:
+        _contexts.pop(key).close()  # they ended with it
     gives_the_result(group, replace(call, fault=""))
 
 

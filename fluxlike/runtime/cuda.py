@@ -281,7 +281,8 @@ class CudaExecutor:
         """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here.
 
         The launch comes first: it returns at once, and the kernel starts while the copies are queued.
-        ``key`` is that of `CudaCopyEngine.queue`. ``stuck`` is for hosts that do the copies themselves; here the stream waits only for a kernel that ends.
+        ``key`` is that of `CudaCopyEngine.queue`. ``stuck`` is for hosts that do the copies themselves; here the stream waits
+        only for a kernel that ends.
         """
         with self.current():  # the driver's copies go by the current device
             engine.fork()
