@@ -1,6 +1,7 @@
 """What all test files share: which tests can run here, the same seed for each, one voice under torchrun."""
 
 import os
+import signal
 
 import cover
 import pytest
@@ -21,6 +22,8 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config):
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background: no Ctrl-C would arrive
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.TORCHRUN_RANK > 0:
         # All ranks pass and fail together, so rank 0 says it for all.
         loud = config.pluginmanager.unregister(name="terminalreporter")
