@@ -62,16 +62,18 @@ class DirectLaunch:
             if position >= len(args):
                 raise NotKnown(f"parameter {position} has no argument")
             if position in varying:
-                self._setters.append((varying.index(position), len(fields), self._encoder(args[position], kind, maps)))
+                self._setters.append((varying.index(position), len(fields), self._encoder(args[position], maps)))
             fields += _fields(args[position], kind, maps)
         self._lay_out(fields)
         self._launch = driver().cuLaunchKernel
         self._shape = (programs, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
 
-    def _encoder(self, arg: Any, kind: str, maps: list[dict]) -> Any:
+    def _encoder(self, arg: Any, maps: list[dict]) -> Any:
         """Makes the descriptor of a tensor at an address; None for a plain pointer."""
         if not isinstance(arg, TensorDescriptor):
             return None
+        if not maps:
+            raise NotKnown("a descriptor that is no tensor map")
         return functools.lru_cache(_KEPT)(functools.partial(_encoded, arg.base.dtype, arg.shape, arg.strides, maps[0]))
 
     def _lay_out(self, fields: list[tuple[str, Any]]) -> None:
