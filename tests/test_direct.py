@@ -162,3 +162,79 @@ def test_a_launch_keeps_no_tensor_alive():
     executor = Executor()
     held = Launch(executor, "known", 1, arguments(matrix(), matrix()), {}, 8, 3, (0, 1))
     assert not any(isinstance(arg, torch.Tensor | TensorDescriptor) for arg in held._args)
+
+
+class Graphs:
+    """What the copy engine asks of the driver: ``done`` is what was queued or launched, ``alive`` the graphs that are there."""
+
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
+
+    def __init__(self):
+        self.done, self.alive, self.captured, self.made = [], {}, None, 0
+
+    def job(self, name):
+        (self.done if self.captured is None else self.captured).append(name)
+
+    def cuStreamBeginCapture(self, stream, mode):
+        self.captured = []
+        return (0,)
+
+    def cuStreamEndCapture(self, stream):
+        graph, self.captured = self.captured, None
+        return 0, graph
+
+    def cuGraphInstantiate(self, graph, flags):
+        self.made += 1
+        self.alive[self.made] = graph
+        return 0, self.made
+
+    def cuGraphDestroy(self, graph):
+        return (0,)
+
+    def cuGraphLaunch(self, instance, stream):
+        self.done.append(("graph", *self.alive[instance]))
+        return (0,)
+
+    def cuGraphExecDestroy(self, instance):
+        del self.alive[instance]
+        return (0,)
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = object.__new__(cuda.CudaCopyEngine)
+    made._cu, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    made.capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    return made
+
+
+def queue(engine, key, name):
+    jobs = lambda: engine._cu.job(name)  # noqa: E731
+    engine.queue(key, jobs)
+    engine.remember(key, jobs)
+    return engine._cu.done.pop()
+
+
+def test_copies_that_come_again_become_a_graph(engine):
+    assert [queue(engine, "a", "a") for _ in range(4)] == ["a", "a", ("graph", "a"), ("graph", "a")]
+    assert [queue(engine, None, "b") for _ in range(4)] == ["b"] * 4, "memory that may be gone was put into a graph"
+    assert len(engine._cu.alive) == 1 and engine._cu.done == []
+
+
+def test_no_graph_is_made_or_launched_within_a_capture(engine):
+    engine.capturing = True
+    assert [queue(engine, "a", "a") for _ in range(3)] == ["a"] * 3
+    engine.capturing = False
+    assert [queue(engine, "a", "a") for _ in range(3)] == ["a", "a", ("graph", "a")]
+    engine.capturing = True
+    assert queue(engine, "a", "a") == "a"
+
+
+def test_graphs_are_bounded_and_freed(engine):
+    for key in range(cuda.GRAPHS + 3):
+        for _ in range(2):
+            queue(engine, key, key)
+    assert len(engine._cu.alive) == len(engine._graphs) == cuda.GRAPHS and 0 not in engine._graphs
+    engine.close()
+    assert engine._cu.alive == {} == engine._graphs
