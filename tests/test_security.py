@@ -242,7 +242,9 @@ def hostile(group, path):
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(mine)] = mine
         control._all_gather("x", padded)
-    fluxlike.finalize()
+    with suppress(ValueError):  # rank 0 has met here and rank 1 has not, in fluxlike's eyes
+        fluxlike.finalize()
+    assert not fluxlike.is_initialized()
 
 
 def test_a_peer_cannot_have_code_run(tmp_path):

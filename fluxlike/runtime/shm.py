@@ -70,7 +70,7 @@ class ShmSegment:
         self.local = torch.empty(0, dtype=torch.uint8)
 
 
-def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int]:
+def share(nbytes: int, control: ControlGroup, what: str) -> tuple[memoryview, int]:
     """Zeroed memory that all ranks of ``control`` map, made by the first, and a descriptor of it. Collective.
 
     Pages are taken as they are touched. ``what`` it is: for the agreement of the ranks and for errors.
@@ -87,8 +87,8 @@ def share(nbytes: int, control: ControlGroup, what: str) -> tuple[mmap.mmap, int
         try:
             if control.rank != 0:
                 fd = memfd.open_peer(pid, number, nbytes)
-            memory = mmap.mmap(fd, nbytes)
-        except OSError as problem:
+            memory = memoryview(memfd.mapped(fd, nbytes).numpy())  # type: ignore[arg-type]
+        except (OSError, RuntimeError) as problem:
             error = _cannot_map(what, problem)
         control.agree(f"mapping {what}", nbytes, error)
         assert memory is not None
