@@ -15,7 +15,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, Context, Launch, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
 
 #: In-kernel push: programs that push where all have tiles of their own to compute, and the bytes a second that they move. Eight
 #: fill an idle wire of an H200 (316 GB/s), but not beside a GEMM; more cost the product more than they bring.
@@ -152,9 +152,9 @@ class _Plan(NamedTuple):
     #: Whether the shard, and each weight, must be copied to where the kernel can read them.
     padded: tuple[bool, ...]
     #: For each weight.
-    launches: list[list[Launch]]
+    launches: list[list[Prepared]]
     #: Of the gathered input, out of the heap.
-    collects: list[Launch]
+    collects: list[Prepared]
     copies: list[Callable[[torch.Tensor], None]]
 
 
@@ -221,7 +221,7 @@ def _plan(
 def _gemms(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, transport: str,
     tile: tiling.Tiling, rows: int, ld: int, subs: int, *, first: bool, last: bool,
-) -> list[Launch]:  # fmt: skip
+) -> list[Prepared]:  # fmt: skip
     """The launches of a product with one weight, for each slot set."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
@@ -256,7 +256,7 @@ def _gemms(
 
 def _collects(
     ctx: AGGemmContext, x: torch.Tensor, gathered: torch.Tensor, transport: str, tile: tiling.Tiling, ld: int, subs: int
-) -> list[Launch]:
+) -> list[Prepared]:
     """Launches that copy the gathered input out of the heap, which ends the call: from then on the peers may write there again."""
     m, k = gathered.shape
     full = chunk_rows(m, ctx.size)

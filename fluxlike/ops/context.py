@@ -29,7 +29,8 @@ REPORT_WORDS = 8
 #: Kinds of calls that a context keeps plans for.
 PLANS = 256
 
-Launch = Callable[[Sequence[torch.Tensor]], None]
+#: A launch that `Context.prepare` made: it takes the tensors that vary.
+Prepared = Callable[[Sequence[torch.Tensor]], None]
 _WHAT = {
     sync.WAIT_CREDIT.value: "the credit that its slots may be written again",
     sync.WAIT_PARTIAL.value: "its partial sums",
@@ -178,7 +179,7 @@ class Context:
 
     def prepare(
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling, varying: tuple[int, ...]
-    ) -> Launch:  # fmt: skip
+    ) -> Prepared:  # fmt: skip
         """A persistent launch, to be made with the tensors of each call at the positions ``varying`` of ``args``."""
         run = self.world.executor.prepare(kernel, programs, args, constants, tile.warps, tile.stages, varying)
 

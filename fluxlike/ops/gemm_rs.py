@@ -15,7 +15,7 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, Context, Launch, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
 
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured on H200s.
 COPY_RATE = 340e9
@@ -132,7 +132,7 @@ class _Plan(NamedTuple):
     tile: tiling.Tiling
     #: Whether x, and the weight, must be copied to where the kernel can read them.
     padded: tuple[bool, ...]
-    launches: list[Launch]
+    launches: list[Prepared]
     copies: list[Callable[[], None]]
 
 

@@ -26,7 +26,7 @@ SMALL_ROWS = 64
 CPU = (0, 0)
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
-#: Rate of a multiprocessor on tiles of 128×128 against 128×256.
+#: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.
 NARROW = 0.8
 
 
