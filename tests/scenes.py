@@ -8,6 +8,9 @@ late   another rank is late in each call; in ag_gemm one without columns of the 
 slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
        without columns is about to end it before the copies of the slow one are there
 
+In all of them the copy engine resets a word only once it is set, if it ever is: a reset in front of the wait clears what was meant
+for the wait.
+
 A wrong number raises `Wrong`; the race checker and a wait that runs out raise for themselves.
 """
 
@@ -26,7 +29,7 @@ from ranks import rows_slice
 import fluxlike.kernels.ag_gemm
 import fluxlike.kernels.gemm_rs
 from fluxlike.kernels import lang, sync
-from fluxlike.runtime import env, interpreter, programs
+from fluxlike.runtime import env, interpreter, programs, shm
 
 RANKS = 3
 M, N, K = 40, 160, 32
@@ -38,6 +41,8 @@ CALLS = {"close": 4, "empty": 5, "late": 6, "slow": 6}
 COLUMNLESS = {"late": (0, 1, 4, 5), "slow": (2, 4)}
 #: A rank that is slow sleeps before some of its memory operations, and in those calls before each copy.
 SLOW, SLOW_COPY = programs.Schedule(jitter=0.2, delay=0.02), 0.3
+#: Seconds until a reset of a word that nobody sets.
+RESET = 5.0
 
 
 class Wrong(AssertionError):
@@ -107,13 +112,19 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
 def scene(op: str, transport: str, kind: str) -> None:
     """The calls of one scene, in a context of its own; after a failure it stays open, since closing waits for the others."""
     ctx = _context(op, transport)
-    copy, pause = ctx.engine._copy, 0.0
+    copy, write, pause = ctx.engine._copy, ctx.engine._write, 0.0
 
     def paused(*job: int) -> None:
         time.sleep(pause)
         copy(*job)
 
-    ctx.engine._copy = paused
+    def late(address: int, value: int) -> None:
+        until = time.monotonic() + RESET
+        while value == 0 and not shm.words(address, 1, np.int32)[0] and time.monotonic() < until:
+            time.sleep(1e-3)
+        write(address, value)
+
+    ctx.engine._copy, ctx.engine._write = paused, late
     for call in range(CALLS[kind]):
         _hold(op, kind, call, ctx.rank, f"{op} {transport}")
         slow = kind == "slow" and call % RANKS == ctx.rank
