@@ -53,6 +53,7 @@ WAIT_CREDIT = tl.constexpr(1)
 WAIT_PARTIAL = tl.constexpr(2)
 WAIT_SHARD = tl.constexpr(3)
 WAIT_SIGNAL = tl.constexpr(4)  # for kernels of others
+WAIT_PART = tl.constexpr(5)
 
 
 @triton.jit

@@ -78,6 +78,18 @@ def turns_before(tile, program, programs, late, head_start):
     return head + (tl.maximum(tile - head_start * early - program, 0) + programs - 1) // programs
 
 
+@triton.jit
+def share_start(share, shares, steps):
+    """The first of ``steps`` that share number ``share`` has, where they are cut into ``shares`` of equal size, or one more."""
+    return (share.to(tl.int64) * steps // shares).to(tl.int32)
+
+
+@triton.jit
+def share_of(step, shares, steps):
+    """The share that has a step."""
+    return (((step + 1).to(tl.int64) * shares - 1) // steps).to(tl.int32)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -133,3 +145,13 @@ def py_turns_before(tile: int, program: int, programs: int, late: int, head_star
     early = programs - late
     head = head_start if program < late else min(cdiv(max(tile - program + late, 0), max(early, 1)), head_start)
     return head + cdiv(max(tile - head_start * early - program, 0), programs)
+
+
+def py_share_start(share: int, shares: int, steps: int) -> int:
+    """Mirror of `share_start`."""
+    return share * steps // shares
+
+
+def py_share_of(step: int, shares: int, steps: int) -> int:
+    """Mirror of `share_of`."""
+    return ((step + 1) * shares - 1) // steps

@@ -21,6 +21,7 @@ from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
 from . import tiling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Schedules that every operation has; `Context.schedules` adds those of one.
 SCHEDULES = ("auto", "copy_engine", "in_kernel")
 REGION_ALIGN = 256
 #: Operations a second of a bf16 product, measured on H200s; with the rates of the wire it decides between schedules.
@@ -36,10 +37,13 @@ _WHAT = {
     sync.WAIT_PARTIAL.value: "its partial sums",
     sync.WAIT_SHARD.value: "its shard",
     sync.WAIT_SIGNAL.value: "its signal",
+    sync.WAIT_PART.value: "the rest of a tile",
 }
 
 
-def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -> Exception | None:
+def check_arguments(
+    op: str, sizes: dict[str, Any], dtype: Any, schedule: str, schedules: tuple[str, ...] = SCHEDULES
+) -> Exception | None:
     """The error in the arguments of a context's creation, if any; raised by all ranks together."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -48,8 +52,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
             return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
-    if schedule not in SCHEDULES:
-        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+    if schedule not in schedules:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, schedules))}")
     return None
 
 
@@ -62,6 +66,8 @@ class Context:
 
     #: What makes one, for messages.
     maker = "fluxlike.ops.context.Context"
+    #: What ``schedule`` may be.
+    schedules = SCHEDULES
     #: Tensors that the race checker watches.
     watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready")
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.

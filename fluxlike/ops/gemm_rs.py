@@ -12,10 +12,11 @@ import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.gemm_rs import gemm_rs_kernel
+from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
+from .context import GEMM_RATE, SCHEDULES, Context, Prepared, check_arguments, kept, resolve
 
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured on H200s.
 COPY_RATE = 340e9
@@ -25,7 +26,8 @@ class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
 
     maker = "fluxlike.create_gemm_rs_context"
-    watched = (*Context.watched, "local")
+    schedules = (*SCHEDULES, "stream_k")
+    watched = (*Context.watched, "local", "own", "work", "parts")
     # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
     copy_engine_from = 6 << 20
 
@@ -40,19 +42,27 @@ class GemmRSContext(Context):
         k_here: int = 0,
     ) -> None:
         control = resolve(group)
-        error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": 1 if k is None else k}, dtype, schedule)
+        sizes = {"max_m": max_m, "n": n, "k": 1 if k is None else k}
+        error = check_arguments("gemm_rs", sizes, dtype, schedule, self.schedules)
         with control.lock:
             control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
             self.max_m, self.n = max_m, n
             # What K is like decides how a chunk is cut, which the ranks must do alike; a call's own K may differ between them.
             self.k = k if k is not None else sum(control.gather(k_here, "create_gemm_rs_context: K"))
             rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
-            flags = cdiv(rows, tiling.MIN_TILE) * cdiv(n, tiling.MIN_TILE)
+            # of stream_k, a chunk may begin and end inside a tile
+            flags = (cdiv(rows, tiling.MIN_TILE) + 1) * cdiv(n, tiling.MIN_TILE)
             super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
-        self.local = torch.empty(
-            self.set_elements if schedule != "in_kernel" and control.size > 1 else 16, dtype=dtype, device=self.device
-        )
-        racecheck.watch("gemm_rs.local", self.local)
+        copies, shares = schedule in ("auto", "copy_engine") and control.size > 1, schedule == "stream_k"
+        programs = self.world.executor.programs
+        #: Of the copy engine: the partial sums that it takes to their owners.
+        self.local = torch.empty(self.set_elements if copies else 16, dtype=dtype, device=self.device)
+        #: Of stream_k: this rank's partial sum, parts of tiles, and the words that say that they are there.
+        self.own = torch.empty(self.set_elements // control.size if shares else 16, dtype=torch.float32, device=self.device)
+        self.work = torch.empty(2 * programs * tiling.PART if shares else 16, dtype=torch.float32, device=self.device)
+        self.parts = torch.zeros(2 * programs, dtype=torch.int64, device=self.device)
+        for name in ("local", "own", "work", "parts"):
+            racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
 
 
 def create_gemm_rs_context(
@@ -71,7 +81,8 @@ def create_gemm_rs_context(
         dtype: torch.bfloat16, torch.float16 or torch.float32, of x, weight and the result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
-            kernel's own stores to the peer), or "auto" (copy engine from 6 MiB a chunk on).
+            kernel's own stores to the peer), or "auto" (copy engine from 6 MiB a chunk on). "stream_k": in-kernel too, with the
+            product cut into equal shares of k-steps, for few rows (`kernels.gemm_rs_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -149,6 +160,8 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 
 def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
+    if ctx.schedule == "stream_k":
+        return _plan_stream_k(ctx, x, weight, bias, y)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
     capability = ctx.world.executor.capability
@@ -191,6 +204,32 @@ def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch
         unit_rows = unit_tiles_m * tile.bm
         copies = [partial(_queue_copies, ctx, m, full, pitch, ld, subs, unit_rows, unit_tiles, slot) for slot in (0, 1)]
     return _Plan(transport, tile, padded, launches, copies)
+
+
+def _plan_stream_k(
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> _Plan:
+    (m, k), n, ranks = x.shape, weight.shape[0], ctx.size
+    full, capability = chunk_rows(m, ranks), ctx.world.executor.capability
+    tile = tiling.choose_stream_k(capability, x.dtype, m, n)
+    tile, padded = tiling.readable(tile, capability, full, x, weight)
+    x, weight = tiling.padded((x, weight), padded)
+    operands: list[Any] = [x, weight]
+    if tile.tma:
+        operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
+    stored, kn = tiling.stored(weight)
+    args = (
+        *operands, y if bias is None else bias, y, ctx.own, ctx.work, ctx.parts, ctx.data, ctx.flags, ctx.ctl,
+        m, n, k, tiling.pitch(x), tiling.pitch(stored), tiling.round_up(n, 16), ctx.set_elements, ctx.max_flags,
+        full, y.shape[0], full, int(bias is not None), ctx.rank,
+    )  # fmt: skip
+    constants = dict(
+        R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, SUM_ROWS=tiling.SUM_ROWS,
+        TMA=tile.tma, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
+    )  # fmt: skip
+    programs = ctx.programs(cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk))
+    launch = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))
+    return _Plan("stream_k", tile, padded, [launch, launch], [])
 
 
 def _subs(chunk_rows: int, n: int, k: int, ranks: int, itemsize: int) -> int:

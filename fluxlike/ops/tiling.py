@@ -23,6 +23,8 @@ MAX_TMA_PITCH = 2**40
 MAX_SUBS: int = sync.MAX_SUBS.value
 #: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
 SMALL_ROWS = 64
+#: Elements of a part of a tile, the largest that stream_k has, and rows of its blocks of the sum over ranks.
+PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
@@ -64,6 +66,25 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
             wide = _seconds(256, capability, chunk_rows, n, ranks) <= _seconds(128, capability, chunk_rows, n, ranks)
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
     return Tiling(64 if small else 128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+
+
+def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: int) -> Tiling:
+    """The tiling of a product whose k-steps are shared out: it need not fill the GPU, and holds rows of several ranks.
+
+    Wide tiles where there are enough of them that each is cut once or twice: a part of one takes a microsecond or two to pass on.
+    """
+    if capability == CPU:
+        return Tiling(32 if m <= 64 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
+    if dtype == torch.float32:
+        return Tiling(64, 64, 32, 8, 4, 3, False)
+    if m <= SMALL_ROWS:
+        if capability >= (9, 0):
+            return Tiling(64, 128, 128, 8, 4, 4, True)
+        return Tiling(64, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+    if capability >= (9, 0):
+        wide = cdiv(m, 128) * cdiv(n, 256) >= MULTIPROCESSORS.get(capability, 132) // 2 - 2
+        return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
+    return Tiling(128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
 
 
 def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, ranks: int) -> float:
