@@ -42,17 +42,30 @@ r+2, …. Within a partial the parts are added in the order of k. Shares depend 
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, vectorised
-from .gemm_rs import add_partials
+from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, vectorised
 from .sync import EPOCH, WAIT_PART, WAIT_PARTIAL, finish, is_last_program, peer_address, publish_set, wait, wait_credits
 from .tiles import grouped, share_of, share_start
 
+#: Columns of a block on its way from the accumulator to memory, at most.
+PIECE = tl.constexpr(64)
+
 
 @triton.jit
-def _at(work, part, BM: tl.constexpr, BN: tl.constexpr):
-    """Where a part lies, as a block of pointers."""
+def _at(work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
+    """Where columns ``column`` … of a part of a tile of BM × TILE lie, as a block of pointers."""
     inside = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    return work + part.to(tl.int64) * (BM * BN) + inside
+    return work + part.to(tl.int64) * (BM * TILE) + column * BM + inside
+
+
+@triton.jit
+def _keep(value, work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
+    """Store columns ``column`` … of a part, in pieces: a whole tile in another layout would not fit in the registers."""
+    if BN > PIECE:
+        left, right = halves(value, BM, BN)
+        tl.store(_at(work, part, column, BM, BN // 2, TILE), left)
+        tl.store(_at(work, part, column + BN // 2, BM, BN // 2, TILE), right)
+    else:
+        tl.store(_at(work, part, column, BM, BN, TILE), value)
 
 
 @triton.jit
@@ -65,19 +78,56 @@ def _store_rows(to, value, row, column, rows, ld, BM: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def scatter(
-    value, own, stage_ptr, ctl, row, column, M, slot, rank, chunk_rows, pitch, ld, set_elements,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+def _scatter_piece(
+    value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
+    set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a block of C to slot ``rank`` of their owners; those of this rank stay, in fp32."""
+    for part in range(first_part, last_part + 1):
+        value += tl.load(_at(work, part, column, BM, BN, TILE))
     slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
     for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
         rows = tl.minimum(chunk_rows, M - owner * chunk_rows)
         if owner == rank:
-            _store_rows(own, value, row - owner * chunk_rows, column, rows, ld, BM, BN)
+            _store_rows(own, value, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
         else:
             there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
-            _store_rows(there, value.to(stage_ptr.dtype.element_ty), row - owner * chunk_rows, column, rows, ld, BM, BN)
+            sent = value.to(stage_ptr.dtype.element_ty)
+            _store_rows(there, sent, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
+
+
+@triton.jit
+def scatter(
+    value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
+    set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Columns ``column`` … of a tile at (row, tile_column): with its parts added, the rows go to slot ``rank`` of their owners.
+
+    Those of this rank stay, in fp32.
+    """
+    if BN > PIECE:
+        left, right = halves(value, BM, BN)
+        _scatter_piece(
+            left, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch,
+            ld, set_elements, R, BM, BN // 2, TILE,
+        )  # fmt: skip
+        _scatter_piece(
+            right, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column + BN // 2, M, slot, rank, chunk_rows,
+            pitch, ld, set_elements, R, BM, BN // 2, TILE,
+        )  # fmt: skip
+    else:
+        _scatter_piece(
+            value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
+            set_elements, R, BM, BN, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_rows(at, row, column, rows, ld, BM: tl.constexpr, BN: tl.constexpr):
+    """The counterpart of `_store_rows`, in fp32; zero outside."""
+    r = row + tl.arange(0, BM)
+    c = column + tl.arange(0, BN)
+    inside = (r[:, None] >= 0) & (r[:, None] < rows) & (c[None, :] < ld)
+    return tl.load(at + r[:, None].to(tl.int64) * ld + c[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -85,25 +135,32 @@ def add_own(
     own, stage_ptr, bias, out, flags, ctl, N, epoch, slot, rank, rows, chunk_rows, pitch, ld, set_elements, max_flags, has_bias,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUM_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of this rank's rows, in blocks of SUM_ROWS × BN, column after column as they were computed."""
+    """The sum over ranks of this rank's rows, in blocks of SUM_ROWS × BN, column after column as they were computed.
+
+    The blocks are cut from all M rows, as the tiles are, so that each lies in one tile.
+    """
     tiles_n = tl.cdiv(N, BN)
-    blocks_m = tl.cdiv(rows, SUM_ROWS)
     start = rank * chunk_rows
+    first = start // SUM_ROWS
+    blocks_m = tl.where(rows > 0, (start + rows - 1) // SUM_ROWS + 1 - first, 0)
+    stage = stage_ptr + slot.to(tl.int64) * set_elements
     for block in range(tl.program_id(0), blocks_m * tiles_n, tl.num_programs(0)):
         tile_n = block // blocks_m
-        row = block % blocks_m * SUM_ROWS
-        last = start + tl.minimum(row + SUM_ROWS, rows) - 1
-        for tile_m in range((start + row) // BM - start // BM, last // BM - start // BM + 1):
-            for step in tl.static_range(R):  # (B)
-                source = (rank + step) % R
-                wait(flags + source * max_flags + tile_m * tiles_n + tile_n, epoch, ctl, rank, WAIT_PARTIAL, source, R)
+        row = (first + block % blocks_m) * SUM_ROWS
+        number = (row // BM - start // BM) * tiles_n + tile_n
+        for step in tl.static_range(R):  # (B)
+            source = (rank + step) % R
+            wait(flags + source * max_flags + number, epoch, ctl, rank, WAIT_PARTIAL, source, R)
+        row -= start
+        column = tile_n * BN
+        acc = add_bias(_load_rows(own, row, column, rows, ld, SUM_ROWS, BN), bias, has_bias, column, N, BN)
+        for step in tl.static_range(1, R):
+            slot_of = stage + ((rank + step) % R).to(tl.int64) * pitch * ld
+            acc += _load_rows(slot_of, row, column, rows, ld, SUM_ROWS, BN)
         r = row + tl.arange(0, SUM_ROWS)
-        c = tile_n * BN + tl.arange(0, BN)
-        inside = (r[:, None] < rows) & (c[None, :] < ld)
-        acc = tl.load(own + r[:, None].to(tl.int64) * ld + c[None, :], mask=inside, other=0.0)
-        acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
-        acc = add_partials(acc, stage_ptr, slot, pitch, row, tile_n * BN, rank, rows, ld, set_elements, R, SUM_ROWS, BN, False)
-        store_block(out, acc.to(out.dtype.element_ty), row, tile_n * BN, rows, N, N, SUM_ROWS, BN)
+        c = column + tl.arange(0, BN)
+        inside = (r[:, None] >= 0) & (r[:, None] < rows) & (c[None, :] < N)
+        tl.store(out + r[:, None].to(tl.int64) * N + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
@@ -154,25 +211,26 @@ def gemm_rs_stream_k_kernel(
                 a = load_a(x, tile_m * BM, k * BK, M, K, stride_x, BM, BK, TMA)
                 b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
                 acc = multiply_add(a, b, acc)
-            # by halves, so that what is added fits in registers beside the accumulator
             left, right = halves(acc, BM, BN)
+            part = phase * programs + program
             if k_begin > 0:
-                part = phase * programs + program
-                tl.store(_at(work, part * 2, BM, HALF), left)
-                tl.store(_at(work, part * 2 + 1, BM, HALF), right)
+                _keep(left, work, part, 0, BM, HALF, BN)
+                _keep(right, work, part, HALF, BM, HALF, BN)
                 publish_set(parts + part, epoch, False)  # (A)
             else:
-                if k_end < k_tiles:
-                    for other in range(program + 1, share_of((tile + 1) * k_tiles - 1, shares, steps) + 1):
-                        part = phase * programs + other
-                        wait(parts + part, epoch, ctl, rank, WAIT_PART, rank, R)  # (A)
-                        left += tl.load(_at(work, part * 2, BM, HALF))
-                        right += tl.load(_at(work, part * 2 + 1, BM, HALF))
+                last_part = phase * programs + share_of((tile + 1) * k_tiles - 1, shares, steps)
+                for other in range(part + 1, last_part + 1):
+                    wait(parts + other, epoch, ctl, rank, WAIT_PART, rank, R)  # (A)
                 row = tile_m * BM
                 column = tile_n * BN
-                scatter(left, own, stage_ptr, ctl, row, column, M, slot, rank, chunk_rows, pitch, ld, set_elements, R, BM, HALF)
-                column += HALF
-                scatter(right, own, stage_ptr, ctl, row, column, M, slot, rank, chunk_rows, pitch, ld, set_elements, R, BM, HALF)
+                scatter(
+                    left, work, part + 1, last_part, own, stage_ptr, ctl, row, column, 0, M, slot, rank, chunk_rows, pitch, ld,
+                    set_elements, R, BM, HALF, BN,
+                )  # fmt: skip
+                scatter(
+                    right, work, part + 1, last_part, own, stage_ptr, ctl, row, column, HALF, M, slot, rank, chunk_rows, pitch, ld,
+                    set_elements, R, BM, HALF, BN,
+                )  # fmt: skip
                 for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
                     number = (tile_m - owner * chunk_rows // BM) * tiles_n + tile_n
                     publish_set(peer_address(flags, ctl, rank, owner) + rank * max_flags + number, epoch, False)  # (B)

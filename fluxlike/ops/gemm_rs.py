@@ -212,7 +212,7 @@ def _plan_stream_k(
     (m, k), n, ranks = x.shape, weight.shape[0], ctx.size
     full, capability = chunk_rows(m, ranks), ctx.world.executor.capability
     tile = tiling.choose_stream_k(capability, x.dtype, m, n)
-    tile, padded = tiling.readable(tile, capability, full, x, weight)
+    tile, padded = tiling.readable(tile, capability, m, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     operands: list[Any] = [x, weight]
     if tile.tma:

@@ -21,7 +21,7 @@ MAX_SIZE = 2**31 - 2**16
 MAX_TMA_PITCH = 2**40
 #: At most so many sub-chunks a chunk.
 MAX_SUBS: int = sync.MAX_SUBS.value
-#: Up to so many rows a chunk, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
+#: Up to so many rows to cut tiles from, on GPUs, a call uses low tiles (and reads unaligned operands by pointers).
 SMALL_ROWS = 64
 #: Elements of a part of a tile, the largest that stream_k has, and rows of its blocks of the sum over ranks.
 PART, SUM_ROWS = 128 * 256, 16
@@ -76,13 +76,14 @@ def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: 
     if capability == CPU:
         return Tiling(32 if m <= 64 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
     if dtype == torch.float32:
-        return Tiling(64, 64, 32, 8, 4, 3, False)
+        return Tiling(64, 64, 32, 8, 8, 3, False)
     if m <= SMALL_ROWS:
         if capability >= (9, 0):
-            return Tiling(64, 128, 128, 8, 4, 4, True)
+            return Tiling(64, 128, 128, 8, 4 if capability == (9, 0) else 8, 4, True)
         return Tiling(64, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
     if capability >= (9, 0):
-        wide = cdiv(m, 128) * cdiv(n, 256) >= MULTIPROCESSORS.get(capability, 132) // 2 - 2
+        tiles = cdiv(m, 128) * cdiv(n, 256)
+        wide = capability == (9, 0) and n % 16 == 0 and tiles >= MULTIPROCESSORS[capability] // 2 - 2
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
     return Tiling(128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
 
@@ -94,9 +95,9 @@ def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, rank
 
 
 def readable(
-    tile: Tiling, capability: tuple[int, int], chunk_rows: int, *operands: torch.Tensor
+    tile: Tiling, capability: tuple[int, int], tiled_rows: int, *operands: torch.Tensor
 ) -> tuple[Tiling, tuple[bool, ...]]:
-    """The tiling, and which operands must be `padded`, such that the kernel can read them.
+    """The tiling, and which operands must be `padded`, such that the kernel can read them. ``tiled_rows``: what tiles were cut from.
 
     Where K or N forbids TMA there are two ways, and the faster one was measured on H200s (bf16, N=8192, K=7169 a rank, µs):
     pointers against a copy to an aligned pitch: M=64 (K=3585) 141 against 264, M=256 277 against 315, M=2048 2200 against 556,
@@ -107,7 +108,7 @@ def readable(
         return tile, ()
     if capability == CPU:
         return replace(tile, tma=False), ()
-    if chunk_rows <= SMALL_ROWS:
+    if tiled_rows <= SMALL_ROWS:
         return replace(tile, bk=64, warps=8, stages=3, tma=False), ()
     return tile, tuple(not is_tma_aligned(t) for t in operands)
 

@@ -18,15 +18,15 @@ CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
-FEW = 8
+FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts.
 SHAPES = {
     "large": (1024, 512, 512),
-    "small": (128, 512, 512),
-    "pointer": (128, 512, 513),
+    "small": (64, 512, 512),
+    "pointer": (64, 512, 513),
     "ragged": (1024, 515, 512),
     "parts": (8192, 8192, 2048),
 }
@@ -69,6 +69,10 @@ def cases(capability: int) -> list[Case]:
             if capability >= 90:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
+        if op == "gemm_rs":
+            found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
+            if capability == 90:
+                found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
         if capability == 90 and op == "gemm_rs":
             found.append(Case(op, "copy_engine", "parts"))
         if capability == 90:
@@ -100,10 +104,12 @@ def launches(case: Case, capability: int) -> list[Launch]:
 def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
-    peers, copies = given["R"] - 1, given["COPY_ENGINE"]
+    peers, copies = given["R"] - 1, given.get("COPY_ENGINE", False)
     waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits
         "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
+        # credits, parts, and partials with the own one; a part, a tile, and the credits
+        "gemm_rs_stream_k_kernel": (2 * peers + 2, 2 + peers, 1, 1),
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
         "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
         "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
@@ -116,13 +122,13 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         return spec
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
     tma, vec = given["TMA"], given["VEC"]
-    fp32 = "*fp32" in launch.signature.values()
+    fp32 = any("fp32" in launch.signature[name] for name in launch.payload)
     mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
     ahead = launch.stages if mma in ("wgmma", "tcgen05") else launch.stages - 1  # one is being multiplied
     return replace(
         spec,
         # gemm_rs: slots have a pitch of their own, which is always a multiple of 16
-        vectors=not copies and (vec or launch.name == "gemm_rs_kernel"),
+        vectors=not copies and (vec or launch.name.startswith("gemm_rs")),
         loops=loops,
         mma=mma,
         buffers=ahead if tma or vec else 1,
