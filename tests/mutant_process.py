@@ -11,7 +11,7 @@ from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
 
-KERNELS = ("ag_collect_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
+KERNELS = ("ag_collect_kernel", "gemm_rs_stream_k_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 
@@ -51,7 +51,7 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
-        case = variants.Case("gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm", transport)
+        case = variants.Case("gemm_rs" if kernel.startswith("gemm_rs") else "ag_gemm", transport)
         for launch in variants.launches(case, CAPABILITY):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from mutate_source import PACKAGE, Edit, Source
 
 TRANSPORTS = ("in_kernel", "copy_engine")
+STREAM_K = "stream_k"  # with kernels of its own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -175,13 +176,17 @@ def _is_entry(name: str) -> bool:
     return name.endswith("_kernel")
 
 
+def transports(kernel: str) -> tuple[str, ...]:
+    return (STREAM_K,) if STREAM_K in kernel else TRANSPORTS
+
+
 @functools.cache
 def reach() -> dict[int, tuple[tuple[Path_, ...], bool]]:
     """By node: the kernels and transports that reach it, and whether only a compiler does."""
     paths: dict[int, list[Path_]] = {}
     compiled: dict[int, bool] = {}
     for name, (_, function) in device_functions().items():
-        for transport in TRANSPORTS if _is_entry(name) else ():
+        for transport in transports(name) if _is_entry(name) else ():
             for step in _walk(function.body, name, transport, False):
                 known = paths.setdefault(id(step.node), [])
                 if (name, transport) not in known:

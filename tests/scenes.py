@@ -33,6 +33,7 @@ from fluxlike.runtime import env, interpreter, programs, shm
 
 RANKS = 3
 M, N, K = 40, 160, 32
+STREAM_K = 320  # five steps of k a tile, so that tiles are cut
 WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
 EMPTY_M = 2  # of three ranks the last has no rows
 HEAP_BYTES = 4 << 20
@@ -52,10 +53,10 @@ class Wrong(AssertionError):
 
 
 def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
-    m, n = _shape(kind, call)
+    (m, n), k = _shape(kind, call), STREAM_K if ctx.schedule == "stream_k" else K
     generator = torch.Generator().manual_seed(call)
-    xs = torch.randint(-2, 3, (ctx.size, m, K), generator=generator).float()
-    ws = torch.randint(-2, 3, (ctx.size, n, K), generator=generator).float()
+    xs = torch.randint(-2, 3, (ctx.size, m, k), generator=generator).float()
+    ws = torch.randint(-2, 3, (ctx.size, n, k), generator=generator).float()
     y = fluxlike.gemm_rs(xs[ctx.rank], ws[ctx.rank], ctx)
     return torch.equal(y, torch.einsum("rmk,rnk->mn", xs, ws)[rows_slice(m, ctx.size, ctx.rank)])
 

@@ -21,6 +21,7 @@ from ranks import run_ranks
 import fluxlike
 from fluxlike.kernels import ag_gemm as ag_gemm_kernels
 from fluxlike.kernels import gemm_rs as gemm_rs_kernels
+from fluxlike.kernels import gemm_rs_stream_k as stream_k_kernels
 from fluxlike.kernels.sync import finish, publish_add, publish_set
 from fluxlike.runtime import interpreter, world
 
@@ -65,6 +66,8 @@ def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
 def sabotage(ctx, what: str, at: int) -> None:
     """Takes signals of this rank away, from the one numbered ``at`` on."""
     kernels = gemm_rs_kernels if ctx.op == "gemm_rs" else ag_gemm_kernels
+    if ctx.schedule == "stream_k":
+        kernels = stream_k_kernels
     if what == "copy":
         write, left = ctx.engine.write, [at]
 
@@ -102,8 +105,8 @@ def survive(ctx, calls: int) -> tuple[str, float, int]:
 
 def a_new_start(group, op: str, schedule: str) -> None:
     """After an error: end, begin again, and all is well."""
-    gemm_rs_kernels.finish = ag_gemm_kernels.finish = finish
-    gemm_rs_kernels.publish_set = ag_gemm_kernels.publish_set = publish_set
+    for kernels in (gemm_rs_kernels, stream_k_kernels, ag_gemm_kernels):
+        kernels.finish, kernels.publish_set = finish, publish_set
     gemm_rs_kernels.publish_add = publish_add
     since = time.monotonic()
     fluxlike.finalize()
@@ -144,6 +147,8 @@ LOSSES = (
     ("ag_gemm", "copy_engine", "publication", 1, "shard"),
     ("ag_gemm", "in_kernel", "credits", 0, "credit"),
     ("ag_gemm", "copy_engine", "credits", 0, "credit"),
+    ("gemm_rs", "stream_k", "publication", 2, "partial sums"),
+    ("gemm_rs", "stream_k", "credits", 0, "credit"),
 )
 
 

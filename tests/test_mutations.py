@@ -28,7 +28,7 @@ WORKERS = 2
 SHORT, LONG = "2", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
-PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS]
+PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS] + [("gemm_rs", mutate.STREAM_K)]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {
@@ -42,7 +42,7 @@ SURVIVORS: dict[str, str] = {
         "the flags before the reset of the counter, which is this rank's own: nobody adds to it any more in this call"
     ),
     "ag_gemm.ag_gemm_kernel.publish_set:value+1": "the side stream waits for 1 or more, and then sets the word to 0",
-    "gemm_rs.gemm_rs_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
+    "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
     ),
@@ -86,7 +86,7 @@ def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
 
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
     """The (operation, transport) that reach a mutant."""
-    reached = {("gemm_rs" if kernel == "gemm_rs_kernel" else "ag_gemm", transport) for kernel, transport in mutant.reached}
+    reached = {("gemm_rs" if kernel.startswith("gemm_rs") else "ag_gemm", transport) for kernel, transport in mutant.reached}
     return [pair for pair in PAIRS if pair in reached]
 
 
@@ -149,7 +149,7 @@ def test_nothing_taken_away(compiled: bool, tmp_path: Path) -> None:
 def test_nothing_taken_away_compiled(tmp_path: Path) -> None:
     source = tmp_path / "sync.py"
     source.write_bytes((mutate_source.PACKAGE / "kernels/sync.py").read_bytes())
-    reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.TRANSPORTS]
+    reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.transports(kernel)]
     assert on_the_lint(reached, module="fluxlike.kernels.sync", file=str(source)) == ""
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES, AGCase, RSCase, poison, same
+from cases import RS_SCHEDULES, SCHEDULES, AGCase, RSCase, poison, same
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
@@ -38,13 +38,13 @@ MAX_M, MAX_N, MAX_K = 256, 136, 128
 
 def rs_matrix(group, dtype, cases):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for flip, schedule in enumerate(SCHEDULES):
+    for flip, schedule in enumerate(RS_SCHEDULES):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(cases):
                 # Of the four pairs with the layout two here, two under the other schedule; large cases take time.
                 for bias in (False, True) if m * n < 10000 else (bool((seed + flip) % 2),):
-                    case = RSCase(m, n, [k] * size, dtype, seed, bias=bias, transposed=bias ^ bool(flip))
+                    case = RSCase(m, n, [k] * size, dtype, seed, bias=bias, transposed=bias ^ bool(flip % 2))
                     case.check(ctx, group, schedule)
 
 
@@ -55,7 +55,7 @@ def test_gemm_rs(world, dtype):
 
 def rs_uneven_k(group, dtype):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for schedule in SCHEDULES:
+    for schedule in RS_SCHEDULES:
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, ks in enumerate(([0, 33, 64, 7], [40, 0, 1, 128], [5, 64, 9, 0], [0, 0, 0, 3], [64, 33, 64, 40])):
@@ -65,6 +65,32 @@ def rs_uneven_k(group, dtype):
 @pytest.mark.parametrize(("world", "dtype"), worlds_by_dtypes(("bfloat16", "float32")))
 def test_gemm_rs_with_another_k_on_each_rank(world, dtype):
     run_ranks(rs_uneven_k, world, dtype=dtype)
+
+
+def rs_stream_k(group, dtype, programs):
+    """Few rows and much K, so that tiles are cut, at other places by another number of programs; ranks and programs out of step."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    executor = world.current().executor
+    before = executor.programs
+    previous = interpreter.configure(interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=1e-3))
+    shapes = ((1, 33, 500), (16, 64, 450), (64, 40, 400), (130, 130, 300), (7, 136, 450), (64, 40, 400), (256, 64, 64))
+    try:
+        if executor.name == "shm":
+            executor.programs = programs
+        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule="stream_k") as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate(shapes):
+                RSCase(m, n, [k // size] * size, dtype, seed, bias=seed % 2 == 0).check(ctx, group, "stream_k")
+    finally:
+        interpreter.configure(previous)
+        executor.programs = before
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "programs"), ((1, "float32", 5), (2, "bfloat16", 3), (3, "float32", 1), (3, "float32", 7), (4, "bfloat16", 9))
+)
+def test_gemm_rs_with_equal_shares(world, dtype, programs):
+    run_ranks(rs_stream_k, world, dtype=dtype, programs=programs)
 
 
 def rs_changing_sub_chunks(group, turns):
@@ -126,7 +152,7 @@ def test_gemm_rs_in_sub_chunks(world, subs):
 
 def rs_out(group, dtype):
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    for schedule in SCHEDULES:
+    for schedule in RS_SCHEDULES:
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(((128, 128, 64), (37, 70, 50), (1, 8, 3))):

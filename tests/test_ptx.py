@@ -56,13 +56,15 @@ def test_the_cases_reach_every_kernel_by_every_way() -> None:
         for launch in variants.launches(case, capability):
             given = launch.constants
             dtype = "fp32" if case.dtype == torch.float32 else "half"
-            ways.add((capability, launch.name, given["COPY_ENGINE"], given.get("TMA"), dtype))
+            ways.add((capability, launch.name, given.get("COPY_ENGINE"), given.get("TMA"), dtype))
     for capability in (80, 90, 100):
         for name in ("gemm_rs_kernel", "ag_gemm_kernel"):
             for copies in (True, False):
                 assert (capability, name, copies, False, "half") in ways
                 assert ((capability, name, copies, True, "half") in ways) == (capability >= 90)
             assert (capability, name, False, False, "fp32") in ways
+        assert (capability, "gemm_rs_stream_k_kernel", None, capability >= 90, "half") in ways
+        assert (capability, "gemm_rs_stream_k_kernel", None, False, "fp32") in ways
         assert {(capability, "ag_collect_kernel", copies, None, "half") for copies in (True, False)} <= ways
 
 

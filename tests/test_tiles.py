@@ -3,6 +3,7 @@
 Pure Python on the mirrors of the device functions, and one test that the mirrors say what the device functions say.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -71,6 +72,38 @@ def test_at_every_step_each_rank_sends_to_another_owner(ranks, subs, unit_tiles_
         owners = [tiles.py_remote_tile(t, r, unit_tiles_m, tiles_n, ranks, subs, group, merged)[0] for r in range(ranks)]
         assert sorted(owners) == list(range(ranks)), f"tile {t} goes to {owners}"
         assert all(owner != rank for rank, owner in enumerate(owners)), "the own chunk is not sent"
+
+
+@given(steps=st.integers(1, 300), programs=PROGRAMS)
+def test_shares_are_equal_and_whole(steps, programs):
+    """Each step in one share, none is empty, and `share_of` finds it: nobody waits for a part that no one has."""
+    shares = min(programs, steps)
+    starts = [tiles.py_share_start(share, shares, steps) for share in range(shares + 1)]
+    sizes = [end - start for start, end in itertools.pairwise(starts)]
+    assert (starts[0], starts[-1]) == (0, steps) and min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    for step in range(steps):
+        share = tiles.py_share_of(step, shares, steps)
+        assert starts[share] <= step < starts[share + 1]
+
+
+@given(k_tiles=st.integers(1, 9), count=st.integers(1, 12), programs=PROGRAMS)
+def test_every_tile_of_shared_steps_is_finished_by_one_program(k_tiles, count, programs):
+    """As the kernel has it: of each tile one program has the beginning, all behind it up to the end have kept a part, one each."""
+    steps = count * k_tiles
+    shares = min(programs, steps)
+    finished, kept = Counter(), Counter()
+    waited: dict[int, list[int]] = {}
+    for program in range(shares):
+        begin, end = (tiles.py_share_start(share, shares, steps) for share in (program, program + 1))
+        for tile in range(begin // k_tiles, tiles.cdiv(end, k_tiles)):
+            if begin > tile * k_tiles:
+                kept[program] += 1
+            else:
+                finished[tile] += 1
+                waited[tile] = list(range(program + 1, tiles.py_share_of((tile + 1) * k_tiles - 1, shares, steps) + 1))
+    assert finished == dict.fromkeys(range(count), 1)
+    assert all(times == 1 for times in kept.values()), "a program has one place for a part"
+    assert sorted(itertools.chain(*waited.values())) == sorted(kept), "a part is not added, or twice"
 
 
 DEAL = {"programs": PROGRAMS, "late": st.integers(0, 9), "head_start": st.integers(0, 5), "own": st.integers(0, 40)}

@@ -1,8 +1,8 @@
 """GEMM + ReduceScatter for few rows: Stream-K, one persistent kernel. This docstring is its design record.
 
-What it computes is what `gemm_rs` computes, with the same slots, credits and call numbers; read that record first. What differs is
-how the work is cut. With few rows a rank there are fewer tiles than multiprocessors, or a few more; tiles of one chunk only would be
-mostly empty, and whole waves of them would leave much of the GPU idle. So
+It computes what `gemm_rs` computes, with the same slots, credits and call numbers; read that record first. What differs is how the
+work is cut. With few rows a rank there are fewer tiles than multiprocessors, or a few more; tiles of one chunk only would be mostly
+empty, and whole waves of them would leave much of the GPU idle. So
 
 * tiles are cut from all M rows; one tile may hold rows of several owners, and its rows are *scattered* to them;
 * the k-steps of all tiles, one after the other, are cut into equal shares, one a program (Stream-K: Osama et al., "Stream-K:
@@ -35,8 +35,8 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 Programs wait for each other in (A) and (B), so all of them must run at once: there is one a multiprocessor at most.
 
-Numerics as in `gemm_rs`: own partial in fp32, the others rounded to the dtype for the way, sum in the order own (with the bias), r+1,
-r+2, …. Within a partial the parts are added in the order of k. Shares depend on sizes only, so repeats give the same bits.
+Numerics as in `gemm_rs`: own partial in fp32, the others rounded to the dtype for the way, sum in the order own (with the bias),
+r+1, r+2, …. Within a partial the parts are added in the order of k. Shares depend on sizes only, so repeats give the same bits.
 """
 
 import triton
@@ -59,13 +59,16 @@ def _at(work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def _keep(value, work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
-    """Store columns ``column`` … of a part, in pieces: a whole tile in another layout would not fit in the registers."""
+    """Store columns ``column`` … of a part, in pieces: a whole tile in another layout would not fit in the registers.
+
+    Another multiprocessor reads it, so the level-1 cache is passed by.
+    """
     if BN > PIECE:
         left, right = halves(value, BM, BN)
-        tl.store(_at(work, part, column, BM, BN // 2, TILE), left)
-        tl.store(_at(work, part, column + BN // 2, BM, BN // 2, TILE), right)
+        tl.store(_at(work, part, column, BM, BN // 2, TILE), left, cache_modifier=".cg")
+        tl.store(_at(work, part, column + BN // 2, BM, BN // 2, TILE), right, cache_modifier=".cg")
     else:
-        tl.store(_at(work, part, column, BM, BN, TILE), value)
+        tl.store(_at(work, part, column, BM, BN, TILE), value, cache_modifier=".cg")
 
 
 @triton.jit
@@ -83,7 +86,7 @@ def _scatter_piece(
     set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     for part in range(first_part, last_part + 1):
-        value += tl.load(_at(work, part, column, BM, BN, TILE))
+        value += tl.load(_at(work, part, column, BM, BN, TILE), cache_modifier=".cg")
     slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
     for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
         rows = tl.minimum(chunk_rows, M - owner * chunk_rows)

@@ -67,7 +67,7 @@ class Context:
     #: What makes one, for messages.
     maker = "fluxlike.ops.context.Context"
     #: What ``schedule`` may be.
-    schedules = SCHEDULES
+    schedules: tuple[str, ...] = SCHEDULES
     #: Tensors that the race checker watches.
     watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready")
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.

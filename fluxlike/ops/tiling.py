@@ -97,7 +97,7 @@ def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, rank
 def readable(
     tile: Tiling, capability: tuple[int, int], tiled_rows: int, *operands: torch.Tensor
 ) -> tuple[Tiling, tuple[bool, ...]]:
-    """The tiling, and which operands must be `padded`, such that the kernel can read them. ``tiled_rows``: what tiles were cut from.
+    """The tiling, and which operands must be `padded`, such that the kernel can read them. Tiles are cut from ``tiled_rows`` rows.
 
     Where K or N forbids TMA there are two ways, and the faster one was measured on H200s (bf16, N=8192, K=7169 a rank, µs):
     pointers against a copy to an aligned pitch: M=64 (K=3585) 141 against 264, M=256 277 against 315, M=2048 2200 against 556,
