@@ -87,7 +87,8 @@ def rs_stream_k(group, dtype, programs):
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype", "programs"), ((1, "float32", 5), (2, "bfloat16", 3), (3, "float32", 1), (3, "float32", 7), (4, "bfloat16", 9))
+    ("world", "dtype", "programs"),
+    ((1, "float32", 5), (2, "bfloat16", 3), (3, "float32", 1), (3, "float32", 7), (4, "bfloat16", 9)),
 )
 def test_gemm_rs_with_equal_shares(world, dtype, programs):
     run_ranks(rs_stream_k, world, dtype=dtype, programs=programs)
