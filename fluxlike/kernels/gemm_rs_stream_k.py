@@ -5,10 +5,7 @@ work is cut. With few rows a rank there are fewer tiles than multiprocessors, or
 empty, and whole waves of them would leave much of the GPU idle. So
 
 * tiles are cut from all M rows; one tile may hold rows of several owners, and its rows are *scattered* to them;
-* the k-steps of all tiles, one after the other, are cut into equal shares, one a program (Stream-K: Osama et al., "Stream-K:
-  Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", 2023). A program has the end of one tile,
-  then whole ones, then the beginning of another. Who has the beginning finishes the tile: it adds the fp32 *parts* of the others,
-  which were the first thing that they did.
+* the k-steps of all tiles, one after the other, are cut into equal shares, one a program (`stream_k`).
 
 Order of work, each with all programs:
 
@@ -21,7 +18,7 @@ Shapes, on rank r of R::
     x      [M, K_r]               W      [N, K_r] (or stored as [K_r, N])            out    [rows, N]
     stage  [2, R·pitch, ld]       slot sets for the other ranks' partial sums, in the dtype; rows [s·pitch, …) are of source s
     own    [pitch, ld]            this rank's partial sum, fp32
-    work   [2·programs, BM, BN]   parts of tiles, fp32; of program p in phase i: number i·programs + p
+    work   [2·programs, BM·BN]    parts of tiles, fp32; of program p in phase i: number i·programs + p
 
 Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
@@ -43,32 +40,9 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, vectorised
-from .sync import EPOCH, WAIT_PART, WAIT_PARTIAL, finish, is_last_program, peer_address, publish_set, wait, wait_credits
+from .stream_k import PIECE, add_parts, keep_part, wait_parts
+from .sync import EPOCH, WAIT_PARTIAL, finish, is_last_program, peer_address, publish_set, wait, wait_credits
 from .tiles import grouped, share_of, share_start
-
-#: Columns of a block on its way from the accumulator to memory, at most.
-PIECE = tl.constexpr(64)
-
-
-@triton.jit
-def _at(work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
-    """Where columns ``column`` … of a part of a tile of BM × TILE lie, as a block of pointers."""
-    inside = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    return work + part.to(tl.int64) * (BM * TILE) + column * BM + inside
-
-
-@triton.jit
-def _keep(value, work, part, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
-    """Store columns ``column`` … of a part, in pieces: a whole tile in another layout would not fit in the registers.
-
-    Another multiprocessor reads it, so the level-1 cache is passed by.
-    """
-    if BN > PIECE:
-        left, right = halves(value, BM, BN)
-        tl.store(_at(work, part, column, BM, BN // 2, TILE), left, cache_modifier=".cg")
-        tl.store(_at(work, part, column + BN // 2, BM, BN // 2, TILE), right, cache_modifier=".cg")
-    else:
-        tl.store(_at(work, part, column, BM, BN, TILE), value, cache_modifier=".cg")
 
 
 @triton.jit
@@ -85,8 +59,7 @@ def _scatter_piece(
     value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
     set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    for part in range(first_part, last_part + 1):
-        value += tl.load(_at(work, part, column, BM, BN, TILE), cache_modifier=".cg")
+    value = add_parts(value, work, first_part, last_part, column, BM, BN, TILE)
     slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
     for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
         rows = tl.minimum(chunk_rows, M - owner * chunk_rows)
@@ -217,13 +190,12 @@ def gemm_rs_stream_k_kernel(
             left, right = halves(acc, BM, BN)
             part = phase * programs + program
             if k_begin > 0:
-                _keep(left, work, part, 0, BM, HALF, BN)
-                _keep(right, work, part, HALF, BM, HALF, BN)
+                keep_part(left, work, part, 0, BM, HALF, BN)
+                keep_part(right, work, part, HALF, BM, HALF, BN)
                 publish_set(parts + part, epoch, False)  # (A)
             else:
                 last_part = phase * programs + share_of((tile + 1) * k_tiles - 1, shares, steps)
-                for other in range(part + 1, last_part + 1):
-                    wait(parts + other, epoch, ctl, rank, WAIT_PART, rank, R)  # (A)
+                wait_parts(parts, part + 1, last_part, epoch, ctl, rank, R)  # (A)
                 row = tile_m * BM
                 column = tile_n * BN
                 scatter(
