@@ -11,9 +11,7 @@ from ranks import device, exact, ints, rows_slice
 
 import fluxlike
 
-#: Of both operations, and of gemm_rs.
-SCHEDULES = ("copy_engine", "in_kernel")
-RS_SCHEDULES = (*SCHEDULES, "stream_k")
+SCHEDULES = ("copy_engine", "in_kernel", "stream_k")
 
 
 def make_weight(n: int, k: int, dtype: torch.dtype, seed: int, transposed: bool) -> torch.Tensor:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from mutate_source import PACKAGE, Edit, Source
 
 TRANSPORTS = ("in_kernel", "copy_engine")
-STREAM_K = "stream_k"  # with kernels of its own
+STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -177,7 +177,7 @@ def _is_entry(name: str) -> bool:
 
 
 def transports(kernel: str) -> tuple[str, ...]:
-    return (STREAM_K,) if STREAM_K in kernel else TRANSPORTS
+    return (STREAM_K,) if STREAM_K in kernel else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 
 @functools.cache

@@ -63,7 +63,9 @@ def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
 
 def _ag_gemm(ctx: Any, kind: str, call: int) -> bool:
     """Every other call with the gathered input, so that another kernel ends it; every third with two weights."""
-    (m, n), k = _shape(kind, call), WIDE_K if (kind, call) == ("close", 1) else K
+    (m, n), k = _shape(kind, call), STREAM_K if ctx.schedule == "stream_k" else K
+    if (kind, call) == ("close", 1):
+        k = WIDE_K
     if ctx.rank == 0 and call in COLUMNLESS.get(kind, ()):
         n = 0
     generator = torch.Generator().manual_seed(call)

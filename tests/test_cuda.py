@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RS_SCHEDULES, SCHEDULES, AGCase, RSCase, same
+from cases import SCHEDULES, AGCase, RSCase, same
 from ranks import device, ints, rows_slice, run_ranks
 
 import fluxlike
@@ -16,9 +16,7 @@ WORLDS = (2, 4)
 
 
 def contexts(group, schedule, m, n, k, dtype=torch.bfloat16):
-    """Of gemm_rs with the schedule, and of ag_gemm, in_kernel where it has no such schedule."""
     rs = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule)
-    schedule = schedule if schedule in SCHEDULES else "in_kernel"
     return rs, fluxlike.create_ag_gemm_context(m, n, k, dtype=dtype, group=group, schedule=schedule)
 
 
@@ -30,16 +28,16 @@ def full_tiles(group, schedule):
         for transposed in (False, True):
             RSCase(m, n, [k] * size, torch.bfloat16, seed, bias=transposed, transposed=transposed).check(rs, group, schedule)
             AGCase(m, [n] * size, k, torch.bfloat16, seed, bias=transposed, transposed=transposed).check(
-                ag, group, ag.schedule, return_gathered=transposed
+                ag, group, schedule, return_gathered=transposed
             )
-            assert (rs.last_path, ag.last_path) == (f"{schedule}/tma", f"{ag.schedule}/tma")
+            assert rs.last_path == ag.last_path == f"{schedule}/tma"
     rs.check()
     ag.check()
     rs.close()
     ag.close()
 
 
-@pytest.mark.parametrize("schedule", RS_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_full_tiles(world, schedule):
     run_ranks(full_tiles, world, schedule=schedule)
@@ -94,7 +92,7 @@ def graphs(group, schedule):
     ag.close()
 
 
-@pytest.mark.parametrize("schedule", RS_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", WORLDS)
 def test_graphs(world, schedule):
     run_ranks(graphs, world, schedule=schedule)
@@ -137,7 +135,7 @@ def streams(group, schedule):
     ag.close()
 
 
-@pytest.mark.parametrize("schedule", RS_SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_streams(schedule):
     run_ranks(streams, 4, schedule=schedule)
 

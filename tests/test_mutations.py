@@ -28,7 +28,7 @@ WORKERS = 2
 SHORT, LONG = "2", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
-PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in mutate.TRANSPORTS] + [("gemm_rs", mutate.STREAM_K)]
+PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K)]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {

@@ -9,7 +9,7 @@ the other along the ring, which is what a ring reduce-scatter does.
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RS_SCHEDULES, SCHEDULES
+from cases import SCHEDULES
 from ranks import device, rows_slice, run_ranks
 
 import fluxlike
@@ -54,7 +54,7 @@ def gemm_rs(group, dtype, m, n, k):
     ws = [normal((n, k), 2 * source + 1, dtype) for source in range(size)]
     right = sum(x.double() @ w.double().T for x, w in zip(xs, ws, strict=True))[rows_slice(m, size, rank)]
     torchs = reduce_scatter([x @ w.T for x, w in zip(xs, ws, strict=True)], group)
-    for schedule in RS_SCHEDULES:
+    for schedule in SCHEDULES:
         with fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule) as ctx:
             ours = fluxlike.gemm_rs(xs[rank], ws[rank], ctx)
             hold(f"gemm_rs {m, n, k} {dtype} {schedule} rank {rank} of {size}", ours, torchs, right)

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import RS_SCHEDULES, SCHEDULES, AGCase, RSCase, poison, same
+from cases import SCHEDULES, AGCase, RSCase, poison, same
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
@@ -38,7 +38,7 @@ MAX_M, MAX_N, MAX_K = 256, 136, 128
 
 def rs_matrix(group, dtype, cases):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for flip, schedule in enumerate(RS_SCHEDULES):
+    for flip, schedule in enumerate(SCHEDULES):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(cases):
@@ -55,7 +55,7 @@ def test_gemm_rs(world, dtype):
 
 def rs_uneven_k(group, dtype):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for schedule in RS_SCHEDULES:
+    for schedule in SCHEDULES:
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, ks in enumerate(([0, 33, 64, 7], [40, 0, 1, 128], [5, 64, 9, 0], [0, 0, 0, 3], [64, 33, 64, 40])):
@@ -153,7 +153,7 @@ def test_gemm_rs_in_sub_chunks(world, subs):
 
 def rs_out(group, dtype):
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    for schedule in RS_SCHEDULES:
+    for schedule in SCHEDULES:
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(((128, 128, 64), (37, 70, 50), (1, 8, 3))):

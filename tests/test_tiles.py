@@ -74,36 +74,45 @@ def test_at_every_step_each_rank_sends_to_another_owner(ranks, subs, unit_tiles_
         assert all(owner != rank for rank, owner in enumerate(owners)), "the own chunk is not sent"
 
 
-@given(steps=st.integers(1, 300), programs=PROGRAMS)
-def test_shares_are_equal_and_whole(steps, programs):
-    """Each step in one share, none is empty, and `share_of` finds it: nobody waits for a part that no one has."""
+@given(steps=st.integers(1, 300), programs=PROGRAMS, late=st.integers(0, 8), lag=st.integers(0, 40))
+def test_shares_are_equal_and_whole(steps, programs, late, lag):
+    """Each step in one share, none is empty, and `late_of` finds it: nobody waits for a part that no one has."""
     shares = min(programs, steps)
-    starts = [tiles.py_share_start(share, shares, steps) for share in range(shares + 1)]
+    late = min(late, shares - 1)
+    lag = min(lag, tiles.longest_lag(shares, steps, late))
+    starts = [tiles.py_late_start(share, shares, steps, late, lag) for share in range(shares + 1)]
     sizes = [end - start for start, end in itertools.pairwise(starts)]
-    assert (starts[0], starts[-1]) == (0, steps) and min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
+    assert (starts[0], starts[-1]) == (0, steps) and min(sizes) >= 1
+    equal = [size + lag * (share < late) for share, size in enumerate(sizes)]
+    assert max(equal) - min(equal) <= 1
     for step in range(steps):
-        share = tiles.py_share_of(step, shares, steps)
+        share = tiles.py_late_of(step, shares, steps, late, lag)
         assert starts[share] <= step < starts[share + 1]
+    if not lag:
+        assert starts == [tiles.py_share_start(share, shares, steps) for share in range(shares + 1)]
+        assert all(tiles.py_late_of(step, shares, steps, late, 0) == tiles.py_share_of(step, shares, steps) for step in range(steps))
 
 
-@given(k_tiles=st.integers(1, 9), count=st.integers(1, 12), programs=PROGRAMS)
-def test_every_tile_of_shared_steps_is_finished_by_one_program(k_tiles, count, programs):
-    """As the kernel has it: of each tile one program has the beginning, all behind it up to the end have kept a part, one each."""
+@given(k_tiles=st.integers(1, 9), count=st.integers(1, 12), programs=PROGRAMS, late=st.integers(0, 8), lag=st.integers(0, 40))
+def test_every_tile_of_shared_steps_is_finished_by_one_program(k_tiles, count, programs, late, lag):
+    """As the kernels have it: of each tile one program has the beginning, all behind it up to the end have kept a part, one each."""
     steps = count * k_tiles
     shares = min(programs, steps)
+    late = min(late, shares - 1)
+    lag = min(lag, tiles.longest_lag(shares, steps, late))
     finished, kept = Counter(), Counter()
-    waited: dict[int, list[int]] = {}
+    waited: list[int] = []
     for program in range(shares):
-        begin, end = (tiles.py_share_start(share, shares, steps) for share in (program, program + 1))
+        begin, end = (tiles.py_late_start(share, shares, steps, late, lag) for share in (program, program + 1))
         for tile in range(begin // k_tiles, tiles.cdiv(end, k_tiles)):
             if begin > tile * k_tiles:
                 kept[program] += 1
             else:
                 finished[tile] += 1
-                waited[tile] = list(range(program + 1, tiles.py_share_of((tile + 1) * k_tiles - 1, shares, steps) + 1))
+                waited += range(program + 1, tiles.py_late_of((tile + 1) * k_tiles - 1, shares, steps, late, lag) + 1)
     assert finished == dict.fromkeys(range(count), 1)
     assert all(times == 1 for times in kept.values()), "a program has one place for a part"
-    assert sorted(itertools.chain(*waited.values())) == sorted(kept), "a part is not added, or twice"
+    assert sorted(waited) == sorted(kept), "a part is not added, or twice"
 
 
 DEAL = {"programs": PROGRAMS, "late": st.integers(0, 9), "head_start": st.integers(0, 5), "own": st.integers(0, 40)}
@@ -144,6 +153,25 @@ def test_mirrors_of_the_deal(how, data):
     out = torch.full((2,), -1, dtype=torch.int32)
     interpreter.run(say_deal, 1, out, how["own"], turn, *deal)
     assert out.tolist() == [tiles.py_turns_before(how["own"], *deal), tiles.py_dealt(turn, *deal)]
+
+
+@triton.jit
+def say_shares(out, share, step, shares, steps, late, lag):
+    tl.store(out, tiles.late_start(share, shares, steps, late, lag))
+    tl.store(out + 1, tiles.late_of(step, shares, steps, late, lag))
+    tl.store(out + 2, tiles.share_of(step, shares, steps))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), shares=st.integers(1, 200), steps=st.integers(200, 2**30), late=st.integers(0, 16))
+def test_mirrors_of_the_shares(data, shares, steps, late):
+    late = min(late, shares - 1)
+    lag = data.draw(st.integers(0, min(tiles.longest_lag(shares, steps, late), 2**20)))
+    share, step = data.draw(st.integers(0, shares)), data.draw(st.integers(0, steps - 1))
+    out = torch.full((3,), -1, dtype=torch.int32)
+    interpreter.run(say_shares, 1, out, share, step, shares, steps, late, lag)
+    how = (shares, steps, late, lag)
+    assert out.tolist() == [tiles.py_late_start(share, *how), tiles.py_late_of(step, *how), tiles.py_share_of(step, shares, steps)]
 
 
 @triton.jit

@@ -60,9 +60,9 @@ from .tiles import dealt, own_tile, remote_tile, turns_before
 @triton.jit
 def push_shard(
     x, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, pushers, pieces,
-    max_flags, R: tl.constexpr, BM: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
+    max_flags, R: tl.constexpr, BM: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr, SELF: tl.constexpr,
 ):  # fmt: skip
-    """This rank's rows to slot ``rank`` of every peer, by vector stores of programs 0 … pushers-1. Sends (A).
+    """This rank's rows to slot ``rank`` of every peer, and SELF of its own, by vector stores of programs 0 … pushers-1. Sends (A).
 
     A task is one of the ``pieces`` (a range of columns) of one row of tiles, read once and stored to all peers. The program
     that ends the last piece of a row of tiles, counted in ``pushed``, sets the row's flag at the peers. The loads are
@@ -79,13 +79,13 @@ def push_shard(
             ks = (first + block % across) * PUSH_BK + tl.arange(0, PUSH_BK)
             inside = (r[:, None] < rows) & (ks[None, :] < K)
             value = tl.load(x + r[:, None].to(tl.int64) * stride_x + ks[None, :], mask=inside)
-            for step in tl.static_range(1, R):
+            for step in tl.static_range(0 if SELF else 1, R):
                 there = peer_address(gathered_ptr, ctl, rank, (rank + R - step) % R) + slot_start
                 tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], value, mask=inside)
         drain_stores(False)
         if tl.atomic_add(pushed + tile_m, 1, sem="acq_rel", scope="sys") == pieces - 1:
             tl.store(pushed + tile_m, 0)
-            for step in tl.static_range(1, R):
+            for step in tl.static_range(0 if SELF else 1, R):
                 flag = peer_address(flags, ctl, rank, (rank + R - step) % R) + rank * max_flags + tile_m
                 publish_set(flag, epoch, False)
 
@@ -166,7 +166,7 @@ def ag_gemm_kernel(
             wait_credits(ctl, slot, rank, R)  # (C)
             push_shard(
                 x_ptr, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
-                pushers, pieces, max_flags, R, BM, PUSH_BM, PUSH_BK,
+                pushers, pieces, max_flags, R, BM, PUSH_BM, PUSH_BK, False,
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)

@@ -90,6 +90,20 @@ def share_of(step, shares, steps):
     return (((step + 1).to(tl.int64) * shares - 1) // steps).to(tl.int32)
 
 
+@triton.jit
+def late_start(share, shares, steps, late, lag):
+    """`share_start` where shares 0 … late-1 have ``lag`` steps fewer than the others; ``lag``: at most `longest_lag`."""
+    return share_start(share, shares, steps + late * lag) - lag * tl.minimum(share, late)
+
+
+@triton.jit
+def late_of(step, shares, steps, late, lag):
+    """The share that has a step, where shares begin at `late_start`."""
+    behind = share_of(step + lag * late, shares, steps + late * lag)
+    among = share_of(step, shares, tl.maximum(steps - lag * (shares - late), 1))
+    return tl.where(behind >= late, behind, among)
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -155,3 +169,19 @@ def py_share_start(share: int, shares: int, steps: int) -> int:
 def py_share_of(step: int, shares: int, steps: int) -> int:
     """Mirror of `share_of`."""
     return ((step + 1) * shares - 1) // steps
+
+
+def py_late_start(share: int, shares: int, steps: int, late: int, lag: int) -> int:
+    """Mirror of `late_start`."""
+    return py_share_start(share, shares, steps + late * lag) - lag * min(share, late)
+
+
+def py_late_of(step: int, shares: int, steps: int, late: int, lag: int) -> int:
+    """Mirror of `late_of`."""
+    behind = py_share_of(step + lag * late, shares, steps + late * lag)
+    return behind if behind >= late else py_share_of(step, shares, max(steps - lag * (shares - late), 1))
+
+
+def longest_lag(shares: int, steps: int, late: int) -> int:
+    """The largest ``lag`` with which no share is empty, as nobody gives a word of an empty one. late < shares."""
+    return max(steps - shares, 0) // (shares - late)

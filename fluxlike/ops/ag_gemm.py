@@ -12,7 +12,8 @@ import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
-from ..kernels.tiles import cdiv, chunk_rows
+from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
+from ..kernels.tiles import cdiv, chunk_rows, longest_lag
 from ..runtime import racecheck
 from . import tiling, validate
 from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
@@ -84,7 +85,8 @@ def create_ag_gemm_context(
         k: most columns of the input. dtype: torch.bfloat16, torch.float16 or torch.float32, of input, weights and result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the shards: "copy_engine", "in_kernel", or "auto" (copy engine from 4 MiB a shard on, unless N is
-            so large that pushing from the kernel costs little).
+            so large that pushing from the kernel costs little). "stream_k": in-kernel too, with the product cut into equal shares
+            of k-steps, for few rows (`kernels.ag_gemm_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -203,13 +205,20 @@ def _plan(
     ld = tiling.round_up(k, 16)
     transport = ctx.choose(full * ld * itemsize)
     capability = ctx.world.executor.capability
-    tile = tiling.choose(capability, ctx.dtype, full, max(z.shape[1] for z in results), ctx.size)
-    tile, padded = tiling.readable(tile, capability, full, *operands)
+    columns = max(z.shape[1] for z in results)
+    if transport == "stream_k":
+        tile, padded = tiling.readable(tiling.choose_stream_k(capability, ctx.dtype, m, columns), capability, m, *operands)
+    else:
+        tile = tiling.choose(capability, ctx.dtype, full, columns, ctx.size)
+        tile, padded = tiling.readable(tile, capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
     subs = 1
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
         first, last = i == 0, i == len(weights) - 1 and gathered is None
+        if transport == "stream_k":
+            launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, ld, i, last)] * 2)
+            continue
         launches.append(_gemms(ctx, shard, w, bias, z, transport, tile, rows, ld, subs, first=first, last=last))
     collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
@@ -252,6 +261,58 @@ def _gemms(
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
     return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
+
+
+def _stream_k(
+    ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor,
+    tile: tiling.Tiling, rows: int, ld: int, number: int, last: bool,
+) -> Prepared:  # fmt: skip
+    """The launch of a product with weight ``number``, cut into equal shares of k-steps."""
+    (m, n), k, ranks = z.shape, x.shape[1], ctx.size
+    full = chunk_rows(m, ranks)
+    operands: list[Any] = [x, x, ctx.data, ctx.data, w]
+    if tile.tma:
+        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
+        operands = [
+            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
+        ]  # fmt: skip
+    tma_out = tile.tma and tiling.is_tma_aligned(z)
+    stored, kn = tiling.stored(w)
+    programs = ctx.world.executor.programs
+    pushers, pieces, lag = 0, 0, 0
+    if number == 0 and ranks > 1 and rows > 0:
+        pushers, pieces, lag = _push_beside(tile, programs, ctx.rank * full, rows, m, n, k, ranks, x.element_size())
+    args = (
+        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, min(tile.bn // 2, 64)]) if tma_out else z,
+        ctx.pushed, ctx.work, ctx.parts, ctx.flags, ctx.ctl,
+        m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
+        full, rows, int(bias is not None), number, int(last), pushers, pieces, lag, ctx.rank,
+    )  # fmt: skip
+    constants = dict(
+        R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
+    )  # fmt: skip
+    return ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))
+
+
+def _push_beside(
+    tile: tiling.Tiling, programs: int, start: int, rows: int, m: int, n: int, k: int, ranks: int, itemsize: int
+) -> tuple[int, int, int]:
+    """Who pushes the shard: (programs that do, pieces of a row of tiles, k-steps of the own tiles that they have fewer).
+
+    All programs where no tile is of this shard only, as then there is nothing else to do.
+    """
+    own_end = cdiv(m, tile.bm) if start + rows == m else (start + rows) // tile.bm
+    steps = max(own_end - cdiv(start, tile.bm), 0) * cdiv(n, tile.bn) * cdiv(k, tile.bk)
+    rows_of_tiles = cdiv(rows, tile.bm)
+    wanted = min(PUSHERS, max(1, programs // 2)) if steps else programs
+    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
+    pushers = min(wanted, rows_of_tiles * pieces)
+    if pushers == programs:
+        return pushers, pieces, 0
+    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE
+    lag = round(seconds * GEMM_RATE / (programs * 2 * tile.bm * tile.bn * tile.bk))
+    return pushers, pieces, min(lag, longest_lag(programs, steps, pushers))
 
 
 def _collects(

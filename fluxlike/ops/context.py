@@ -21,8 +21,7 @@ from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
 from . import tiling
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Schedules that every operation has; `Context.schedules` adds those of one.
-SCHEDULES = ("auto", "copy_engine", "in_kernel")
+SCHEDULES = ("auto", "copy_engine", "in_kernel", "stream_k")
 REGION_ALIGN = 256
 #: Operations a second of a bf16 product, measured on H200s; with the rates of the wire it decides between schedules.
 GEMM_RATE = 730e12
@@ -41,9 +40,7 @@ _WHAT = {
 }
 
 
-def check_arguments(
-    op: str, sizes: dict[str, Any], dtype: Any, schedule: str, schedules: tuple[str, ...] = SCHEDULES
-) -> Exception | None:
+def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -> Exception | None:
     """The error in the arguments of a context's creation, if any; raised by all ranks together."""
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -52,8 +49,8 @@ def check_arguments(
             return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
-    if schedule not in schedules:
-        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, schedules))}")
+    if schedule not in SCHEDULES:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
     return None
 
 
@@ -66,10 +63,8 @@ class Context:
 
     #: What makes one, for messages.
     maker = "fluxlike.ops.context.Context"
-    #: What ``schedule`` may be.
-    schedules: tuple[str, ...] = SCHEDULES
     #: Tensors that the race checker watches.
-    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready")
+    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready", "work", "parts")
     #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
     copy_engine_from = 4 << 20
 
@@ -124,6 +119,10 @@ class Context:
         words[sync.REPORT.value] = self.report.data_ptr()
         self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
         self.ready = torch.zeros(ranks * tiling.MAX_SUBS, dtype=torch.int32, device=self.device)
+        # of stream_k: parts of tiles, and the words that say that they are there
+        places = 2 * executor.programs if schedule == "stream_k" else 1
+        self.work = torch.empty(places * tiling.PART, dtype=torch.float32, device=self.device)
+        self.parts = torch.zeros(places, dtype=torch.int64, device=self.device)
         for name in Context.watched:
             racecheck.watch(f"{op}.{name}", getattr(self, name))
         self.engine = executor.copy_engine()

@@ -16,7 +16,7 @@ from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, validate
-from .context import GEMM_RATE, SCHEDULES, Context, Prepared, check_arguments, kept, resolve
+from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
 
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured on H200s.
 COPY_RATE = 340e9
@@ -26,8 +26,7 @@ class GemmRSContext(Context):
     """Slots for the partial sums of calls up to ``max_m`` rows and ``n`` columns; any K."""
 
     maker = "fluxlike.create_gemm_rs_context"
-    schedules = (*SCHEDULES, "stream_k")
-    watched = (*Context.watched, "local", "own", "work", "parts")
+    watched = (*Context.watched, "local", "own")
     # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
     copy_engine_from = 6 << 20
 
@@ -42,8 +41,7 @@ class GemmRSContext(Context):
         k_here: int = 0,
     ) -> None:
         control = resolve(group)
-        sizes = {"max_m": max_m, "n": n, "k": 1 if k is None else k}
-        error = check_arguments("gemm_rs", sizes, dtype, schedule, self.schedules)
+        error = check_arguments("gemm_rs", {"max_m": max_m, "n": n, "k": 1 if k is None else k}, dtype, schedule)
         with control.lock:
             control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
             self.max_m, self.n = max_m, n
@@ -53,15 +51,13 @@ class GemmRSContext(Context):
             # of stream_k, a chunk may begin and end inside a tile
             flags = (cdiv(rows, tiling.MIN_TILE) + 1) * cdiv(n, tiling.MIN_TILE)
             super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
-        copies, shares = schedule in ("auto", "copy_engine") and control.size > 1, schedule == "stream_k"
-        programs = self.world.executor.programs
         #: Of the copy engine: the partial sums that it takes to their owners.
+        copies = schedule in ("auto", "copy_engine") and control.size > 1
         self.local = torch.empty(self.set_elements if copies else 16, dtype=dtype, device=self.device)
-        #: Of stream_k: this rank's partial sum, parts of tiles, and the words that say that they are there.
-        self.own = torch.empty(self.set_elements // control.size if shares else 16, dtype=torch.float32, device=self.device)
-        self.work = torch.empty(2 * programs * tiling.PART if shares else 16, dtype=torch.float32, device=self.device)
-        self.parts = torch.zeros(2 * programs, dtype=torch.int64, device=self.device)
-        for name in ("local", "own", "work", "parts"):
+        #: Of stream_k: this rank's partial sum of its own rows.
+        own = self.set_elements // control.size if schedule == "stream_k" else 16
+        self.own = torch.empty(own, dtype=torch.float32, device=self.device)
+        for name in ("local", "own"):
             racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
 
 

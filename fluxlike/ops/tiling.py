@@ -85,7 +85,7 @@ def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: 
         tiles = cdiv(m, 128) * cdiv(n, 256)
         wide = capability == (9, 0) and n % 16 == 0 and tiles >= MULTIPROCESSORS[capability] // 2 - 2
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
-    return Tiling(128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+    return Tiling(128, 128, 32, 8, 8, 3, False)
 
 
 def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, ranks: int) -> float:

@@ -71,6 +71,7 @@ def narrow_offsets(ttir: str, pitches: tuple[str, ...]) -> list[tuple[str, ...]]
         used = re.findall(r"%\w+", text)
         mine = [name for name in used if name in derived]
         others = [name for name in used if name not in mine and name not in constants and name != "%has_bias"]
+        derived.discard(result)  # beside each other, regions number their values alike
         if not mine:
             continue
         if (operation == "muli" and kind.endswith(("i32", "i32>")) and (others or len(mine) > 1)) or operation == "trunci":

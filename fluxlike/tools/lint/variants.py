@@ -69,10 +69,9 @@ def cases(capability: int) -> list[Case]:
             if capability >= 90:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
-        if op == "gemm_rs":
-            found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
-            if capability == 90:
-                found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
+        found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
+        if capability == 90:
+            found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
         if capability == 90 and op == "gemm_rs":
             found.append(Case(op, "copy_engine", "parts"))
         if capability == 90:
@@ -110,6 +109,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
         # credits, parts, and partials with the own one; a part, a tile, and the credits
         "gemm_rs_stream_k_kernel": (2 * peers + 2, 2 + peers, 1, 1),
+        # credits, shards (the first, and more) and parts of other shards' tiles, parts of own ones; flags, parts, and the credits
+        "ag_gemm_stream_k_kernel": (peers + 4, 2 * peers + 3, 2, 2),
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
         "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
         "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
