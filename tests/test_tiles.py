@@ -90,12 +90,12 @@ def test_shares_are_equal_and_whole(steps, programs, late, lag):
         assert starts[share] <= step < starts[share + 1]
     if not lag:
         assert starts == [tiles.py_share_start(share, shares, steps) for share in range(shares + 1)]
-        assert all(tiles.py_late_of(step, shares, steps, late, 0) == tiles.py_share_of(step, shares, steps) for step in range(steps))
+        assert all(tiles.py_late_of(step, shares, steps, 0, 0) == tiles.py_share_of(step, shares, steps) for step in range(steps))
 
 
 @given(k_tiles=st.integers(1, 9), count=st.integers(1, 12), programs=PROGRAMS, late=st.integers(0, 8), lag=st.integers(0, 40))
 def test_every_tile_of_shared_steps_is_finished_by_one_program(k_tiles, count, programs, late, lag):
-    """As the kernels have it: of each tile one program has the beginning, all behind it up to the end have kept a part, one each."""
+    """As the kernels have it: of each tile one program has the beginning, and all behind it up to the end have kept a part."""
     steps = count * k_tiles
     shares = min(programs, steps)
     late = min(late, shares - 1)
