@@ -129,8 +129,9 @@ def streams(group, schedule):
     for call, (case, other, y, z, *_) in enumerate(kept):
         same(y, case.expected(rank), f"gemm_rs call {call} {schedule}")
         same(z, other.whole()[1][rank], f"ag_gemm call {call} {schedule}")
-    # all but the first call of each slot set
-    assert rs.stats["direct"] == ag.stats["direct"] == 10, (rs.stats, ag.stats)
+    # all but the first call of each slot set; a stream_k launch is the same for both
+    direct = 11 if schedule == "stream_k" else 10
+    assert rs.stats["direct"] == ag.stats["direct"] == direct, (rs.stats, ag.stats)
     rs.close()
     ag.close()
 

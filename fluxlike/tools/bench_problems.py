@@ -61,6 +61,12 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
         "gemm_rs": tuple(Shape(m, 8192, 28672) for m in (16, 64, 256, 512)),
         "ag_gemm": tuple(Shape(m, 57344, 8192) for m in (16, 64, 256, 512)),
     },
+    "small-m": {
+        "gemm_rs": _shapes(
+            "64x8192x28672 256x8192x28672 512x8192x28672 256x4096x14336 512x4096x14336 1024x4096x14336 2048x4096x14336"
+        ),
+        "ag_gemm": tuple(Shape(m, n, k) for n, k in ((57344, 8192), (28672, 4096)) for m in (64, 128, 256, 512)),
+    },
     "llama-8b": _model(4096, 14336, up=2),
     "llama-70b": _model(8192, 28672, up=2),
     "llama-405b": _model(16384, 53248, up=2),
