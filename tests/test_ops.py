@@ -451,7 +451,7 @@ def auto_schedule(group):
         assert rs.schedule == ag.schedule == "auto"
         for ctx in (rs, ag):  # by itself it would take so large chunks only that the interpreter takes minutes
             problem = ctx.problem(64, 64, 0 if ctx is rs else 64)
-            ctx.table[problem.shape] = choice.usual(problem, "copy_engine")
+            ctx.tuned.table[problem.shape] = choice.usual(problem, "copy_engine")
         for seed, (m, expected) in enumerate(((64, "copy_engine"), (6, "in_kernel")) * 4):
             RSCase(m, 64, [64] * size, dtype, seed).check(rs, group, expected)
             AGCase(m, [64] * size, 64, dtype, seed).check(ag, group, expected, return_gathered=False)

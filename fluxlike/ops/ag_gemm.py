@@ -12,9 +12,9 @@ import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
-from ..kernels.tiles import cdiv, chunk_rows
+from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import choice, cost, tiling, validate
+from . import choice, cost, tiling, tuning, validate
 from .context import Context, Prepared, check_arguments, kept, resolve
 
 #: Columns of a block that is pushed.
@@ -72,7 +72,14 @@ def create_ag_gemm_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    return AGGemmContext(max_m, k, dtype, group, schedule, n)
+    return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
+
+
+def _sample(ctx: AGGemmContext) -> Callable[[], torch.Tensor]:
+    """A call as large as the context is made for, to be measured."""
+    operand = tuning.random(ctx.device, ctx.dtype)
+    x, weight = operand(rows_of(ctx.max_m, ctx.size, ctx.rank), ctx.k), operand(cdiv(ctx.n, ctx.size), ctx.k)
+    return lambda: ag_gemm(x, weight, ctx, m=ctx.max_m)  # type: ignore[no-any-return]
 
 
 def ag_gemm(

@@ -53,7 +53,7 @@ class Problem:
 
     op: str
     capability: tuple[int, int]
-    #: Programs that run at a time, one a multiprocessor: those of rank 0.
+    #: Programs that run at a time, one a multiprocessor.
     programs: int
     ranks: int
     dtype: torch.dtype

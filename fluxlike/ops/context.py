@@ -18,7 +18,7 @@ from ..runtime import env, programs, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
-from . import choice, tiling
+from . import choice, tiling, tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names))
@@ -83,9 +83,8 @@ class Context:
         self._used: choice.Choice | None = None
         self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
         self._planned = 0
-        #: Measured choices, by M, N, K, and the programs of a GPU: the same on all ranks.
-        self.table: dict[choice.Shape, choice.Choice] = {}
-        self.multiprocessors: int = executor.programs
+        #: FLUXLIKE_TUNE, the programs of a GPU and the measured choices: the same on all ranks.
+        self.tuned = tuned.agreed(control, op, dtype, executor)
         self.use(None)
         self._copies: dict[Hashable, int] = {}
         ranks = self.size
@@ -241,12 +240,12 @@ class Context:
     def problem(self, m: int, n: int, k: int) -> choice.Problem:
         """A call, as far as its ranks have it in common; sizes of the whole problem."""
         capability = self.world.executor.capability
-        return choice.Problem(self.op, capability, self.multiprocessors, self.size, self.dtype, m, n, k)
+        return choice.Problem(self.op, capability, self.tuned.multiprocessors, self.size, self.dtype, m, n, k)
 
     def choose(self, problem: choice.Problem) -> choice.Choice:
         """How calls of this problem are made; all ranks come to the same."""
         if self._used is None:
-            return choice.choose(problem, self.schedule, self.table)
+            return choice.choose(problem, self.schedule, self.tuned.table)
         why = choice.why_not(problem, self._used)
         if why is not None or self.schedule not in ("auto", self._used.transport):
             why = why or f"schedule={self.schedule!r}"

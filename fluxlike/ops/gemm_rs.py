@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import tiling, validate
+from . import tiling, tuning, validate
 from .context import Context, Prepared, check_arguments, kept, resolve
 
 
@@ -71,7 +71,14 @@ def create_gemm_rs_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    return GemmRSContext(max_m, n, dtype, group, schedule, k)
+    return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
+
+
+def _sample(ctx: GemmRSContext, k: int | None) -> Callable[[], torch.Tensor]:
+    """A call as large as the context is made for, to be measured."""
+    operand, depth = tuning.random(ctx.device, ctx.dtype), cdiv(k or 0, ctx.size)
+    x, weight = operand(ctx.max_m, depth), operand(ctx.n, depth)
+    return lambda: gemm_rs(x, weight, ctx)
 
 
 def gemm_rs(
