@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MOST = 12
 HOPELESS = 1.5
 ROUNDS = 5
+#: How much faster than the usual one a choice must be.
+BETTER = 1.01
 #: Seconds of one timing on GPUs, and calls in it.
 TIMING, FEWEST, MOST_CALLS = 0.01, 3, 50
 
@@ -43,6 +45,12 @@ def shortlist(problem: Problem, most: int = MOST) -> list[Choice]:
     limit = HOPELESS * choice.predict(problem, usual[0])
     order = dict.fromkeys([*usual, *plain[: max(most - len(usual) - len(others) + 1, 0)], *others, *plain])
     return [made for made in order if made in usual or (made in possible and choice.predict(problem, made) <= limit)][:most]
+
+
+def fastest(times: dict[Choice, float], usual: Choice) -> Choice:
+    """The choice with the smallest time; the usual one unless another is faster by more than what two runs differ."""
+    best = min(times, key=lambda made: times[made])
+    return usual if usual in times and times[usual] < BETTER * times[best] else best
 
 
 def timed(call: Call, calls: int, cuda: bool, settle: Call) -> float:
@@ -77,10 +85,11 @@ def context(make: Callable[[], Any], shape: tuple[int, int, int | None], sample:
     trials.ctx.close()  # it has made calls, and its memory holds what they left
     ctx = make()
     if times:
-        best = min(times, key=lambda made: times[made])
+        before = choice.choose(problem, "auto", {})
+        best = fastest(times, before)
         ctx.tuned.table[problem.shape] = best
         if ctx.rank == 0:
-            usual = times.get(choice.choose(problem, "auto", {}))
+            usual = times.get(before)
             entry = tuned.Entry(problem, best, times[best] * 1e6, None if usual is None else usual * 1e6)
             try:
                 tuned.store(tuned.machine_of(ctx.world.executor), [entry])
