@@ -462,6 +462,39 @@ def test_auto_chooses_each_call_for_itself_within_a_context(world):
     run_ranks(auto_schedule, world)
 
 
+def odd_choices(group):
+    """Calls made in ways that no rule comes to: each transport, cut, number of pushers and shape of a tile of the candidates."""
+    size, dtype = dist.get_world_size(group), torch.bfloat16
+    m, n, k = 128 * size, 80, 24
+    with (
+        fluxlike.create_gemm_rs_context(m, n, k * size, dtype=dtype, group=group) as rs,
+        fluxlike.create_ag_gemm_context(m, n * size, k, dtype=dtype, group=group) as ag,
+    ):
+        poison(rs, group)
+        poison(ag, group)
+        for ctx, problem in ((rs, rs.problem(m, n, k * size)), (ag, ag.problem(m, n * size, k))):
+            made = {}
+            for one in choice.candidates(problem):
+                tile = one.tile
+                made.setdefault((one.transport, one.subs, one.pushers), one)
+                made.setdefault((one.transport, tile.bm, tile.bn, tile.stages), one)
+                made[tile.group_m] = one  # and one of those that are expected to be slow
+            assert len(made) >= 10
+            for seed, used in enumerate(dict.fromkeys(made.values())):
+                ctx.use(used)
+                rows = m - seed % 2 * (size + 5)  # the last chunk is lower, or all are
+                if ctx is rs:
+                    RSCase(rows, n, [k] * size, dtype, seed, bias=True).check(ctx, group, used.transport)
+                elif choice.why_not(ctx.problem(rows, n * size, k), used) is None:
+                    ns = [n - 8 * rank for rank in range(size)]
+                    AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))
+def test_any_candidate_gives_the_right_numbers(world):
+    run_ranks(odd_choices, world)
+
+
 def managers(group):
     for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
         with make(16, 16, 16, torch.float32, group) as ctx:

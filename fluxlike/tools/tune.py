@@ -2,9 +2,8 @@
 
 For each shape the candidates that `ops.tuning.shortlist` expects to be fast are made calls of, on `bench`'s operands and by its
 protocol: each is first compared with the truth (one that is wrong is not timed and makes the exit status 1), all are warmed up,
-and then take turns. The one with the smallest median (the one that calls got before, unless another is 1 % faster) goes into the user's cache, or into --out
-FILE. Contexts that are made from
-then on find it (docs/tune.md). No choice changes what is computed, so results stay right whichever is kept.
+and then take turns. The one with the smallest median goes into the user's cache or into --out FILE; what calls got before, unless
+another is 1 % faster. Contexts that are made from then on find it (docs/tune.md).
 
 `tune from-records FILE…` makes such a table of what `bench` has written: the faster one of the schedules it measured, made
 as the rules of `ops.choice` make it. That is how the table that comes with the package for 4×H200 was made.
