@@ -158,10 +158,8 @@ def _sizes(entry: Any) -> Shape:
 def _read(path: Path) -> dict[str, Any]:
     """What stands in a file, or nothing, with a warning, if that is not a table."""
     try:
-        # without waiting, or following whoever put a pipe or a device there
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            status = os.fstat(handle)
+        with open(path, "rb", opener=_at_once) as file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
                 raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
             data = json.loads(file.read(MAX_BYTES))
@@ -173,13 +171,18 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for whoever may write into what lies there, were it a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 _warned: set[tuple[str, str]] = set()
 
 
 def _warn(path: Path, why: str, part: str = "") -> None:
-    """Once a process."""
-    if (str(path), why) not in _warned:
-        _warned.add((str(path), why))
+    """Once a file and process."""
+    if (str(path), part) not in _warned:
+        _warned.add((str(path), part))
         log.warning("ignoring %s%s: %s; results do not depend on it, and `python -m fluxlike tune` replaces it", part, path, why)
 
 
