@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.ops import choice, tiling, tuned, tuning
+from fluxlike.ops import choice, cost, tiling, tuned, tuning
 from fluxlike.ops.choice import Choice, Problem
 from fluxlike.ops.tuned import Entry, Machine
 from fluxlike.runtime import cpu, env, world
@@ -86,6 +86,15 @@ def test_ranks_with_other_columns_have_tiles_of_the_same_height(problem, made, c
     assert replace(mine, group_m=8) in {replace(t, group_m=8) for t in choice.tiles(problem.capability, problem.dtype)}
 
 
+def test_tiles_for_other_columns():
+    problem = on_h200("ag_gemm", 4096, 57344, 8192)
+    wide = choice.tiles((9, 0), BF16)[0]
+    columns = {14336: 256, 4096: 256, 512: 128, 515: 128, 0: 128}
+    assert {n: choice.for_columns(problem, wide, n).bn for n in columns} == columns
+    low = replace(wide, bm=64, bk=128, bn=128, warps=4, stages=4)
+    assert choice.for_columns(problem, low, 515) == choice.for_columns(problem, low, 14336) == low
+
+
 @settings(max_examples=40, deadline=None)
 @given(problem=PROBLEMS, made=st.integers(0, 10**6))
 def test_no_part_of_a_shard_is_empty_and_no_slot_too_small(problem, made):
@@ -150,6 +159,10 @@ def test_the_model_ranks_the_schedules_as_they_were_measured():
         took = choice.choose(problem, "auto", {}).transport
         assert times[took] <= 1.02 * min(times.values()), (problem.shape, took, times)
         assert times[took] <= 1.01 * times[rule_before(problem)], (problem.shape, took, times)
+
+
+def test_every_transport_has_a_model():
+    assert set(cost.MODELS) == {(op, name) for op, names in choice.TRANSPORTS.items() for name in names}
 
 
 def test_chunks_are_cut_as_was_measured():
@@ -266,8 +279,10 @@ def test_a_file_that_is_no_use_is_ignored_with_one_warning(name, cache, caplog):
     assert loaded(caplog) == ({(64, 64, 64): entry().choice}, [])
 
 
+held = []
 NO_FILES = {
     "a pipe": os.mkfifo,
+    "a pipe that somebody holds open": lambda path: [os.mkfifo(path), held.append(os.open(path, os.O_RDWR))],
     "a directory": os.mkdir,
     "a device": lambda path: os.symlink("/dev/zero", path),
     "a circle": lambda path: os.symlink(path, path),
@@ -281,6 +296,8 @@ def test_what_is_no_file_is_ignored_with_one_warning(name, cache, caplog):
     found, said = loaded(caplog)
     assert found == {} and len(said) == 1
     assert len(os.listdir("/proc/self/fd")) == before
+    while held:
+        os.close(held.pop())
 
 
 def test_a_file_that_may_not_be_read_is_ignored(cache, caplog, monkeypatch):

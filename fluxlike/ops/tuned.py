@@ -25,11 +25,11 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from .. import __version__
 from ..runtime import env
@@ -42,7 +42,7 @@ log = logging.getLogger("fluxlike")
 TABLES = Path(__file__).parent / "tables"
 KERNELS = Path(__file__).parents[1] / "kernels"
 FORMAT = 1
-#: A file of more is not one of ours.
+#: No more of a file is read; none of ours has as much.
 MAX_BYTES = 4 << 20
 
 
@@ -99,7 +99,7 @@ def software() -> dict[str, str]:
     digest = hashlib.sha256()
     for path in sorted(KERNELS.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return {"triton": metadata.version("triton"), "fluxlike": __version__, "kernels": digest.hexdigest()[:16]}
+    return {"triton": triton.__version__, "fluxlike": __version__, "kernels": digest.hexdigest()[:16]}
 
 
 def cache_file(machine: Machine) -> Path:
@@ -159,9 +159,8 @@ def _read(path: Path) -> dict[str, Any]:
     """What stands in a file, or nothing, with a warning, if that is not a table."""
     try:
         with open(path, "rb", opener=_at_once) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
-                raise ValueError(f"it is no file of up to {MAX_BYTES} bytes")
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is no plain file")
             data = json.loads(file.read(MAX_BYTES))
         if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("entries"), list):
             raise ValueError(f"it is no table of format {FORMAT}")

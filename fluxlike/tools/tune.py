@@ -158,8 +158,8 @@ class Tuner:
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:
-    """Of those that were right to the end the one with the smallest median, the first unless another is clearly faster."""
-    times = {trial.choice: trial.us for trial in trials if trial.row.status == "ok" and trial.us is not None}
+    """The one with the smallest median, the first unless another is clearly faster; what was wrong or failed has no time."""
+    times = {trial.choice: trial.us for trial in trials if trial.us is not None}
     best = tuning.fastest(times, trials[0].choice) if times else None
     return next((trial for trial in trials if trial.choice == best), None)
 
