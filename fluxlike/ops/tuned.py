@@ -111,7 +111,7 @@ def cache_file(machine: Machine) -> Path:
 # reading
 
 
-def load(machine: Machine, op: str, dtype: torch.dtype, ranks: int) -> dict[Shape, Choice]:
+def known(machine: Machine, op: str, dtype: torch.dtype, ranks: int) -> dict[Shape, Choice]:
     """The shipped choices for this machine, with the user's own over them. Reads files; warns of those that are no use."""
     found: dict[Shape, Choice] = {}
     for path in sorted(TABLES.glob("*.json")):
@@ -198,7 +198,7 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
     if control.rank == 0:
         try:
             mode = env.tune()
-            found = load(here, op, dtype, control.size) if mode != "off" else {}
+            found = known(here, op, dtype, control.size) if mode != "off" else {}
         except ValueError as wrong:
             error = str(wrong)
     sent = [(list(shape), made.as_json()) for shape, made in found.items()]
@@ -236,7 +236,7 @@ def store(machine: Machine, entries: Iterable[Entry], path: Path | None = None, 
         head = {"format": FORMAT, "machine": machine.as_json(), "software": software()} | about
         lines = ",\n".join(json.dumps(entry) for _, entry in sorted(kept.items()))
         text = json.dumps(head, indent=1)[:-2] + f',\n "entries": [\n{lines}\n ]\n}}\n'
-        _replace(where, text)
+        _replace(where, text, 0o600 if path is None else 0o644)
     return where
 
 
@@ -253,14 +253,14 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, mode: int) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:
             file.write(text)
             file.flush()
             os.fsync(handle)
-        os.chmod(name, 0o644)
+        os.chmod(name, mode)
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
