@@ -487,7 +487,7 @@ def odd_choices(group):
                     RSCase(rows, n, [k] * size, dtype, seed, bias=True).check(ctx, group, used.transport)
                 elif choice.why_not(ctx.problem(rows, n * size, k), used) is None:
                     ns = [n - 8 * rank for rank in range(size)]
-                    AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=seed % 3 == 0)
+                    AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=used.subs > 1)
 
 
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))

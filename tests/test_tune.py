@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.ops import choice, cost, tiling, tuned, tuning
+from fluxlike.ops import ag_gemm, choice, cost, gemm_rs, tiling, tuned, tuning
 from fluxlike.ops.choice import Choice, Problem
 from fluxlike.ops.tuned import Entry, Machine
-from fluxlike.runtime import cpu, env, world
+from fluxlike.runtime import cpu, dry, env, world
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = Machine("NVIDIA H200", (9, 0), 132)
@@ -478,6 +478,47 @@ def test_ranks_with_different_caches_agree():
     assert outcomes[1].value[1] != outcomes[0].value[1]
 
 
+class Peers:
+    """A `ControlGroup` of two, seen from rank 0; the other one's machine is ``other``."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, value, what):
+        return [value, (self.other, *value[1:])]
+
+
+def test_ranks_on_different_machines_use_no_table(cache, caplog):
+    tuned.store(HERE, [entry()])
+    here = cpu.CpuExecutor()
+    assert here.programs == HERE.multiprocessors
+    for other, table in ((HERE, {(64, 64, 64): entry().choice}), (H200, {}), (replace(HERE, multiprocessors=1), {})):
+        caplog.clear()
+        found = tuned.agreed(Peers(other.as_json()), "gemm_rs", BF16, here)
+        assert (found.mode, found.table) == ("cached", table)
+        assert found.multiprocessors == min(2, other.multiprocessors)
+        assert bool(caplog.records) == (not table)
+
+
+def test_only_candidates_can_be_used():
+    wide = choice.tiles((9, 0), BF16)[0]
+    x, w = dry.tensor((1024, 512), BF16), dry.tensor((512, 512), BF16)
+    with dry.recording((9, 0), 4) as launches:
+        ctx = gemm_rs.create_gemm_rs_context(1024, 512, 2048, schedule="in_kernel")
+        for made in (Choice("copy_engine", wide), Choice("in_kernel", replace(wide, stages=9)), Choice("in_kernel", wide, subs=2)):
+            ctx.use(made)
+            with pytest.raises(ValueError, match="is no choice for"):
+                gemm_rs.gemm_rs(x, w, ctx)
+        assert not launches
+        for narrow in (True, False, True):
+            ctx.use(Choice("in_kernel", replace(wide, bn=128)) if narrow else None)
+            gemm_rs.gemm_rs(x, w, ctx)
+        usual = choice.usual(ctx.problem(1024, 512, 2048), "in_kernel").tile.bn
+        assert [launch.constants["BN"] for launch in launches] == [128, usual, 128]
+
+
 def bad_value(group):
     fluxlike.init(heap="shm", heap_bytes=16 << 20)
     os.environ["FLUXLIKE_TUNE"] = "maybe" if dist.get_rank() == 0 else "on"
@@ -501,7 +542,7 @@ def tuned_at_creation(group, sabotage):
         launch(self, kernel, programs, args, constants, warps, stages)
 
     cpu.CpuExecutor.launch = watched
-    tuning.MOST = 5
+    tuning.MOST = 4
     state = torch.get_rng_state()
     found = []
     for op, shape in (("gemm_rs", (32, 32, 16 * size)), ("ag_gemm", (32, 32 * size, 16))):
@@ -515,7 +556,7 @@ def tuned_at_creation(group, sabotage):
                 made = ctx.tuned.table[shape]
                 case = RSCase(32, 32, [16] * size, BF16, 1) if op == "gemm_rs" else AGCase(32, [32] * size, 16, BF16, 1)
                 case.check(ctx, group, made.transport, *([] if op == "gemm_rs" else [False]))
-        assert counts[0] > 5 and counts[1] == 0, counts
+        assert counts[0] > 4 and counts[1] == 0, counts
         for other in ({"schedule": "in_kernel"}, {"dtype": torch.float32, "schedule": "copy_engine"}):
             before = len(launches)
             make(*shape, **{"dtype": BF16} | other).close()
@@ -534,7 +575,7 @@ def test_a_wrong_value_is_an_error_on_all_ranks():
     assert all(outcome.ok for outcome in run_fresh(bad_value, 2))
 
 
-@pytest.mark.parametrize("sabotage", (False, True))
+@pytest.mark.parametrize("sabotage", (pytest.param(False, marks=pytest.mark.slow), True))
 def test_on_tunes_when_a_context_is_made(sabotage):
     outcomes = run_fresh(tuned_at_creation, 2, {"FLUXLIKE_TUNE": "on", "FLUXLIKE_TIMEOUT_S": "20"}, sabotage=sabotage)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
@@ -569,7 +610,7 @@ def tool(argv, sabotage=""):
 
 def test_the_tool_tunes_the_toy_shapes(tmp_path):
     out = tmp_path / "tables" / "toy.json"
-    assert tool(["ag_gemm", "--suite", "toy", "--rounds", "1", "--most", "3", "--out", str(out)]) == [(0, False)] * 2
+    assert tool(["ag_gemm", "--suite", "toy", "--rounds", "1", "--most", "2", "--out", str(out)]) == [(0, False)] * 2
     data = json.loads(out.read_text())
     assert data["machine"]["gpu"] == "shm" and data["software"] == tuned.software()
     assert {(e["m"], e["n"], e["k"]) for e in data["entries"]} == {(128, 64, 96), (64, 48, 64), (8, 128, 32)}
@@ -609,8 +650,6 @@ def test_tables_from_records(tmp_path, capsys):
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_tiles_for_hopper_fit_into_it(op):
     """Each tile compiled for compute capability 9.0: nothing spilled, within 227 KB of shared memory, nothing for lint to find."""
-    from fluxlike.ops import ag_gemm, gemm_rs
-    from fluxlike.runtime import dry
     from fluxlike.tools.lint import compiling, rules, variants
 
     for tile in choice.tiles((9, 0), BF16):

@@ -106,8 +106,8 @@ def from_json(data: Any, problem: Problem) -> Choice:
     if numbers.keys() != wanted or not all(type(value) is int for value in numbers.values()):
         raise ValueError(f"a choice has the whole numbers {', '.join(sorted(wanted))}")
     subs, pushers = numbers.pop("subs"), numbers.pop("pushers")
-    known = [t.tma for t in tiles(problem.capability, problem.dtype)]
-    choice = Choice(data["transport"], Tiling(**numbers, tma=known[0]), subs, pushers)
+    tma = tiles(problem.capability, problem.dtype)[0].tma
+    choice = Choice(data["transport"], Tiling(**numbers, tma=tma), subs, pushers)
     why = why_not(problem, choice)
     if why is not None:
         raise ValueError(why)
