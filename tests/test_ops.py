@@ -16,7 +16,7 @@ from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
 from fluxlike.ops import choice, tiling
-from fluxlike.runtime import interpreter, world
+from fluxlike.runtime import cpu, interpreter, world
 
 WORLDS = (1, 2, 3, 4, *LARGE_WORLDS)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -490,9 +490,24 @@ def odd_choices(group):
                     AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=used.subs > 1)
 
 
+def odd_choices_with_slow_copies(group):
+    """On a CPU copies are so fast that a tile which does not wait for its part finds it there; here it would not."""
+    copy = cpu.CpuCopyEngine._copy
+
+    def late(*how):
+        time.sleep(0.01)
+        copy(*how)
+
+    cpu.CpuCopyEngine._copy = late
+    try:
+        odd_choices(group)
+    finally:
+        cpu.CpuCopyEngine._copy = copy
+
+
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))
 def test_any_candidate_gives_the_right_numbers(world):
-    run_ranks(odd_choices, world)
+    run_ranks(odd_choices_with_slow_copies, world)
 
 
 def managers(group):
