@@ -118,7 +118,7 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
     """The tiles that kernels may be compiled with, in the group height of `tiling.choose`.
 
     A closed list, because each must fit into the registers and the shared memory of the GPU: those for compute capability 9.0 have
-    been compiled for it (the slow test of tests/test_tune.py does).
+    been compiled for it (the slow test of tests/test_choice.py does).
     """
     if capability == CPU:
         return tuple(Tiling(bm, bn, 64, 4, 1, 1, True) for bm in (32, 64) for bn in (32, 64))

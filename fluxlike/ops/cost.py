@@ -1,7 +1,7 @@
 """What a call is expected to take: a model in seconds from a few constants, good enough to rank the schedules.
 
 The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
-docs/measured/2026-11-21-*-R4.json, which tests/test_tune.py holds the model to (every schedule within a third of its median,
+docs/measured/2026-11-21-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
 most within a tenth; the schedule that it picks within 2 % of the better one). For other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end.
