@@ -6,6 +6,7 @@ that reading what nobody wrote shows. Each body makes many calls, because starti
 """
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from cases import SCHEDULES, AGCase, RSCase, poison, same
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
-from fluxlike.ops import gemm_rs, tiling
-from fluxlike.runtime import interpreter, world
+from fluxlike.ops import choice, tiling
+from fluxlike.runtime import cpu, interpreter, world
 
 WORLDS = (1, 2, 3, 4, *LARGE_WORLDS)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -94,10 +95,15 @@ def test_gemm_rs_with_equal_shares(world, dtype, programs):
     run_ranks(rs_stream_k, world, dtype=dtype, programs=programs)
 
 
+def cut(ctx, case, subs: int) -> None:
+    """Let the next call, ``case``, send its chunks in so many parts, which by itself only large calls do."""
+    usual = choice.usual(ctx.problem(case.m, case.n, 0), "copy_engine")
+    ctx.use(replace(usual, subs=subs))
+
+
 def rs_changing_sub_chunks(group, turns):
     """Calls that cut their chunks differently overlap in time: each rank is late in turn, nobody waits in between."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    before = gemm_rs._subs
     how = interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=2e-3)
     previous = interpreter.configure(how)
     try:
@@ -107,14 +113,13 @@ def rs_changing_sub_chunks(group, turns):
             inputs = [case.inputs(rank) for case in cases]
             results = []
             for turn, (x, w, _) in enumerate(inputs):
-                gemm_rs._subs = lambda *sizes, turn=turn: (1, 4, 2, 1, 3)[turn % 5]
+                cut(ctx, cases[turn], (1, 4, 2, 1)[turn % 4])
                 if turn % size == rank:
                     time.sleep(0.02)
                 results.append(fluxlike.gemm_rs(x, w, ctx))
             for turn, (case, y) in enumerate(zip(cases, results, strict=True)):
                 same(y, case.expected(rank), f"turn {turn}")
     finally:
-        gemm_rs._subs = before
         interpreter.configure(previous)
 
 
@@ -124,19 +129,16 @@ def test_gemm_rs_with_changing_sub_chunks(world):
 
 
 def rs_sub_chunks(group, subs):
-    """A chunk cut into sub-chunks, which by itself only large calls get."""
     size = dist.get_world_size(group)
-    before, gemm_rs._subs = gemm_rs._subs, lambda *sizes: subs
-    try:
-        with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, group=group, schedule="copy_engine") as ctx:
-            poison(ctx, group)
-            for seed, (m, n, k) in enumerate((*NICE, (200, 136, 72), (37, 70, 50), (3, 33, 20), (256, 64, 16), (256, 64, 16))):
-                copies = ctx.stats["copies"]
-                RSCase(m, n, [k] * size, torch.bfloat16, seed, bias=seed % 2 == 0).check(ctx, group, "copy_engine")
-                if m == 256:
-                    assert ctx.stats["copies"] - copies == min(subs, -(-256 // size // ctx_tile(size))) * (size - 1)
-    finally:
-        gemm_rs._subs = before
+    with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, group=group, schedule="copy_engine") as ctx:
+        poison(ctx, group)
+        for seed, (m, n, k) in enumerate((*NICE, (200, 136, 72), (37, 70, 50), (3, 33, 20), (256, 64, 16), (256, 64, 16))):
+            copies = ctx.stats["copies"]
+            case = RSCase(m, n, [k] * size, torch.bfloat16, seed, bias=seed % 2 == 0)
+            cut(ctx, case, subs)
+            case.check(ctx, group, "copy_engine")
+            if m == 256:
+                assert ctx.stats["copies"] - copies == min(subs, -(-256 // size // ctx_tile(size))) * (size - 1)
 
 
 def ctx_tile(size: int) -> int:
@@ -465,7 +467,7 @@ def test_calls_without_a_context(world, dtype):
 
 
 def auto_schedule(group):
-    """Large chunks go to the copy engine, small ones into the kernel, in one context."""
+    """In one context some calls go by the copy engine and some in the kernel."""
     size, dtype = dist.get_world_size(group), torch.bfloat16
     with (
         fluxlike.create_gemm_rs_context(64, 64, dtype=dtype, group=group) as rs,
@@ -474,15 +476,65 @@ def auto_schedule(group):
         poison(rs, group)
         poison(ag, group)
         assert rs.schedule == ag.schedule == "auto"
-        rs.copy_engine_from = ag.copy_engine_from = 2048
+        for ctx in (rs, ag):  # by itself it would take so large chunks only that the interpreter takes minutes
+            problem = ctx.problem(64, 64, 0 if ctx is rs else 64)
+            ctx.tuned.table[problem.shape] = choice.usual(problem, "copy_engine")
         for seed, (m, expected) in enumerate(((64, "copy_engine"), (6, "in_kernel")) * 4):
             RSCase(m, 64, [64] * size, dtype, seed).check(rs, group, expected)
             AGCase(m, [64] * size, 64, dtype, seed).check(ag, group, expected, return_gathered=False)
 
 
 @pytest.mark.parametrize("world", (2, 3))
-def test_auto_chooses_by_size_within_a_context(world):
+def test_auto_chooses_each_call_for_itself_within_a_context(world):
     run_ranks(auto_schedule, world)
+
+
+def odd_choices(group):
+    """Calls made in ways that no rule comes to: each transport, cut, number of pushers and shape of a tile of the candidates."""
+    size, dtype = dist.get_world_size(group), torch.bfloat16
+    m, n, k = 128 * size, 80, 24
+    with (
+        fluxlike.create_gemm_rs_context(m, n, k * size, dtype=dtype, group=group) as rs,
+        fluxlike.create_ag_gemm_context(m, n * size, k, dtype=dtype, group=group) as ag,
+    ):
+        poison(rs, group)
+        poison(ag, group)
+        for ctx, problem in ((rs, rs.problem(m, n, k * size)), (ag, ag.problem(m, n * size, k))):
+            made = {}
+            for one in choice.candidates(problem):
+                tile = one.tile
+                made.setdefault((one.transport, one.subs, one.pushers), one)
+                made.setdefault((one.transport, tile.bm, tile.bn, tile.stages), one)
+                made[tile.group_m] = one  # and one of those that are expected to be slow
+            assert len(made) >= 10
+            for seed, used in enumerate(dict.fromkeys(made.values())):
+                ctx.use(used)
+                rows = m - seed % 2 * (size + 5)  # the last chunk is lower, or all are
+                if ctx is rs:
+                    RSCase(rows, n, [k] * size, dtype, seed, bias=True).check(ctx, group, used.transport)
+                elif choice.why_not(ctx.problem(rows, n * size, k), used) is None:
+                    ns = [n - 8 * rank for rank in range(size)]
+                    AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=used.subs > 1)
+
+
+def odd_choices_with_slow_copies(group):
+    """On a CPU copies are so fast that a tile which does not wait for its part finds it there; here it would not."""
+    copy = cpu.CpuCopyEngine._copy
+
+    def late(*how):
+        time.sleep(0.01)
+        copy(*how)
+
+    cpu.CpuCopyEngine._copy = late
+    try:
+        odd_choices(group)
+    finally:
+        cpu.CpuCopyEngine._copy = copy
+
+
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))
+def test_any_candidate_gives_the_right_numbers(world):
+    run_ranks(odd_choices_with_slow_copies, world)
 
 
 def managers(group):

@@ -418,7 +418,8 @@ def test_a_run_without_a_fault(size, cuda, count):
                     for modes in (*([mode] for mode in (sorted(soak_plan.MODES) if cuda else ["eager"])), soak_plan.MODES)
                 ]
                 assert table[kind] == calls, said
-            assert f"{len(soak_plan.OPS) * len(soak_plan.SCHEDULES) if cuda else 0} graphs" in said and "memory was not judged" in said
+            graphs = len(soak_plan.OPS) * len(soak_plan.SCHEDULES) if cuda else 0
+            assert f"{graphs} graphs" in said and "memory was not judged" in said
 
 
 def test_a_graph_that_does_nothing_is_found():

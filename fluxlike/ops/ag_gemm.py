@@ -13,15 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
-from ..kernels.tiles import cdiv, chunk_rows, longest_lag
+from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
-from . import tiling, validate
-from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
+from . import choice, cost, tiling, tuning, validate
+from .context import Context, Prepared, check_arguments, kept, resolve
 
-#: In-kernel push: programs that push where all have tiles of their own to compute, and the bytes a second that they move. Eight
-#: fill an idle wire of an H200 (316 GB/s), but not beside a GEMM; more cost the product more than they bring.
-PUSHERS = 16
-PUSH_RATE = 300e9
 #: Columns of a block that is pushed.
 PUSH_COLUMNS = 256
 
@@ -31,8 +27,6 @@ class AGGemmContext(Context):
 
     maker = "fluxlike.create_ag_gemm_context"
     watched = (*Context.watched, "pushed")
-    # 4×H200, N=57344, K=8192, µs, copy engine against in-kernel: shards of 4 MiB 431 : 481, of 8 MiB 752 : 828
-    copy_engine_from = 4 << 20
 
     def __init__(
         self,
@@ -49,24 +43,13 @@ class AGGemmContext(Context):
         with control.lock:
             control.agree("create_ag_gemm_context", (max_m, n, k, str(dtype), schedule), error)
             self.max_m, self.k = max_m, k
-            # What N is like decides who carries the shards, which the ranks must decide alike; a call's own N may differ.
+            # What N is like decides how calls are made, which the ranks must do alike; a call's own N may differ.
             self.n = n if n is not None else sum(control.gather(n_here, "create_ag_gemm_context: N"))
             rows = chunk_rows(max_m, control.size)
             flags = cdiv(rows, tiling.MIN_TILE)
             super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
         self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
         racecheck.watch("ag_gemm.pushed", self.pushed)
-
-    def choose(self, chunk_bytes: int) -> str:
-        """Large shards go by the copy engine if pushing them would hold up its programs for long beside the product.
-
-        4×H200, µs, copy engine against in-kernel: 8192×57344×8192 2952 : 2927, 4096×49152×12288 1890 : 1838,
-        8192×28672×4096 761 : 772, 8192×16384×8192 805 : 956.
-        """
-        push_share = (self.size - 1) * self.dtype.itemsize * GEMM_RATE / (2 * PUSH_RATE * max(self.n, 1))
-        if self.schedule == "auto" and push_share < 0.2:
-            return "in_kernel"
-        return super().choose(chunk_bytes)
 
 
 def create_ag_gemm_context(
@@ -84,14 +67,21 @@ def create_ag_gemm_context(
             of a call may have any N.
         k: most columns of the input. dtype: torch.bfloat16, torch.float16 or torch.float32, of input, weights and result.
         group: the tensor-parallel group; the one given to init if None.
-        schedule: who carries the shards: "copy_engine", "in_kernel", or "auto" (copy engine from 4 MiB a shard on, unless N is
-            so large that pushing from the kernel costs little). "stream_k": in-kernel too, with the product cut into equal shares
-            of k-steps, for few rows (`kernels.ag_gemm_stream_k`).
+        schedule: who carries the shards: "copy_engine", "in_kernel", or "auto": what was measured, else expected, to be faster
+            (docs/tune.md). "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
+            (`kernels.ag_gemm_stream_k`); auto does not choose it.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    return AGGemmContext(max_m, k, dtype, group, schedule, n)
+    return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
+
+
+def _sample(ctx: AGGemmContext) -> Callable[[], torch.Tensor]:
+    """A call as large as the context is made for, to be measured."""
+    operand = tuning.random(ctx.device, ctx.dtype)
+    x, weight = operand(rows_of(ctx.max_m, ctx.size, ctx.rank), ctx.k), operand(cdiv(ctx.n, ctx.size), ctx.k)
+    return lambda: ag_gemm(x, weight, ctx, m=ctx.max_m)  # type: ignore[no-any-return]
 
 
 def ag_gemm(
@@ -200,26 +190,21 @@ def _plan(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> _Plan:
-    m, k, itemsize = results[0].shape[0], operands[0].shape[1], ctx.dtype.itemsize
+    if ctx.schedule == "stream_k":
+        return _plan_stream_k(ctx, rows, operands, biases, results, gathered)
+    m, k = results[0].shape[0], operands[0].shape[1]
     full = chunk_rows(m, ctx.size)
     ld = tiling.round_up(k, 16)
-    transport = ctx.choose(full * ld * itemsize)
-    capability = ctx.world.executor.capability
-    columns = max(z.shape[1] for z in results)
-    if transport == "stream_k":
-        tile, padded = tiling.readable(tiling.choose_stream_k(capability, ctx.dtype, m, columns), capability, m, *operands)
-    else:
-        tile = tiling.choose(capability, ctx.dtype, full, columns, ctx.size)
-        tile, padded = tiling.readable(tile, capability, full, *operands)
+    problem = ctx.problem(m, ctx.n, k)
+    chosen = ctx.choose(problem)
+    transport, subs = chosen.transport, chosen.subs
+    tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
+    tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
-    subs = 1
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
         first, last = i == 0, i == len(weights) - 1 and gathered is None
-        if transport == "stream_k":
-            launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, ld, i, last)] * 2)
-            continue
-        launches.append(_gemms(ctx, shard, w, bias, z, transport, tile, rows, ld, subs, first=first, last=last))
+        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, ld, first=first, last=last))
     collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
@@ -227,11 +212,31 @@ def _plan(
     return _Plan(transport, tile, padded, launches, collects, copies)
 
 
+def _plan_stream_k(
+    ctx: AGGemmContext,
+    rows: int,
+    operands: Sequence[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> _Plan:
+    m, ld, capability = results[0].shape[0], tiling.round_up(operands[0].shape[1], 16), ctx.world.executor.capability
+    tile = tiling.choose_stream_k(capability, ctx.dtype, m, max(z.shape[1] for z in results))
+    tile, padded = tiling.readable(tile, capability, m, *operands)
+    shard, *weights = tiling.padded(operands, padded)
+    launches = []
+    for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
+        last = i == len(weights) - 1 and gathered is None
+        launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, ld, i, last)] * 2)
+    collects = [] if gathered is None else _collects(ctx, shard, gathered, "stream_k", tile, ld, 1)
+    return _Plan("stream_k", tile, padded, launches, collects, [])
+
+
 def _gemms(
-    ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, transport: str,
-    tile: tiling.Tiling, rows: int, ld: int, subs: int, *, first: bool, last: bool,
+    ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, chosen: choice.Choice,
+    tile: tiling.Tiling, rows: int, ld: int, *, first: bool, last: bool,
 ) -> list[Prepared]:  # fmt: skip
-    """The launches of a product with one weight, for each slot set."""
+    """The launches of a product with one weight, for each slot set; ``tile`` is the chosen one as this rank can read it."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     full = chunk_rows(m, ranks)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
@@ -245,9 +250,9 @@ def _gemms(
     stored, kn = tiling.stored(w)
     tiles_m, tiles_n = cdiv(full, tile.bm), cdiv(n, tile.bn)
     programs, pushers, pieces, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0, 0
-    if first and ranks > 1 and transport == "in_kernel":
+    if first and ranks > 1 and chosen.transport == "in_kernel":
         programs = ctx.world.executor.programs
-        pushers, pieces, head_start = _deal(tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
+        pushers, pieces, head_start = _deal(chosen.pushers, tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
@@ -256,8 +261,8 @@ def _gemms(
         ctx.rank,
     )  # fmt: skip
     constants = dict(
-        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=transport == "copy_engine",
+        R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
+        PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
     )  # fmt: skip
     return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
@@ -305,13 +310,13 @@ def _push_beside(
     own_end = cdiv(m, tile.bm) if start + rows == m else (start + rows) // tile.bm
     steps = max(own_end - cdiv(start, tile.bm), 0) * cdiv(n, tile.bn) * cdiv(k, tile.bk)
     rows_of_tiles = cdiv(rows, tile.bm)
-    wanted = min(PUSHERS, max(1, programs // 2)) if steps else programs
+    wanted = min(choice.PUSHERS[0], max(1, programs // 2)) if steps else programs
     pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
     pushers = min(wanted, rows_of_tiles * pieces)
     if pushers == programs:
         return pushers, pieces, 0
-    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE
-    lag = round(seconds * GEMM_RATE / (programs * 2 * tile.bm * tile.bn * tile.bk))
+    seconds = rows * k * itemsize * (ranks - 1) / cost.PUSH_RATE
+    lag = round(seconds * cost.GEMM_RATE / (programs * 2 * tile.bm * tile.bn * tile.bk))
     return pushers, pieces, min(lag, longest_lag(programs, steps, pushers))
 
 
@@ -339,7 +344,7 @@ def _collects(
 
 
 def _deal(
-    tile: tiling.Tiling, programs: int, tiles_m: int, tiles_n: int, rows: int, k: int, ranks: int, itemsize: int
+    pushers: int, tile: tiling.Tiling, programs: int, tiles_m: int, tiles_n: int, rows: int, k: int, ranks: int, itemsize: int
 ) -> tuple[int, int, int]:
     """Who pushes the shard: (programs that do, pieces of a row of tiles, turns of tiles that the others take meanwhile).
 
@@ -348,13 +353,13 @@ def _deal(
     if rows == 0:
         return 0, 0, 0
     own, rows_of_tiles = tiles_m * tiles_n, cdiv(rows, tile.bm)
-    wanted = min(max(PUSHERS, programs - own), max(1, programs // 2))
+    wanted = min(max(pushers, programs - own), max(1, programs // 2))
     pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
     pushers = min(wanted, rows_of_tiles * pieces)
     if pushers == programs:
         return pushers, pieces, 0
-    seconds = rows * k * itemsize * (ranks - 1) / PUSH_RATE
-    turns = round(seconds * GEMM_RATE / (programs * 2 * tile.bm * tile.bn * k))
+    seconds = rows * k * itemsize * (ranks - 1) / cost.PUSH_RATE
+    turns = round(seconds * cost.GEMM_RATE / (programs * 2 * tile.bm * tile.bn * k))
     return pushers, pieces, min(max(turns, 1), cdiv(own, programs - pushers))
 
 

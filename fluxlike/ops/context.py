@@ -18,13 +18,12 @@ from ..runtime import env, programs, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
-from . import tiling
+from . import choice, tiling, tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCHEDULES = ("auto", "copy_engine", "in_kernel", "stream_k")
+#: What a caller may ask for: what auto chooses from, and what it does not choose, as it has not been measured.
+SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k")
 REGION_ALIGN = 256
-#: Operations a second of a bf16 product, measured on H200s; with the rates of the wire it decides between schedules.
-GEMM_RATE = 730e12
 REPORT_WORDS = 8
 #: Kinds of calls that a context keeps plans for.
 PLANS = 256
@@ -49,8 +48,9 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
             return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
-    if schedule not in SCHEDULES:
-        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+    schedules = ("auto", *choice.TRANSPORTS[op])
+    if schedule not in schedules:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, schedules))}")
     return None
 
 
@@ -65,8 +65,6 @@ class Context:
     maker = "fluxlike.ops.context.Context"
     #: Tensors that the race checker watches.
     watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready", "work", "parts")
-    #: schedule="auto" takes the copy engine for chunks of at least so many bytes; set for each operation, from measurements.
-    copy_engine_from = 4 << 20
 
     def __init__(self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int) -> None:
         """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets."""
@@ -83,8 +81,13 @@ class Context:
         self._seen = False
         self._stream: Any = None
         self._set = 0
-        self._plans: dict[Hashable, tuple[int, Any]] = {}
+        #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
+        self._used: choice.Choice | None = None
+        self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
         self._planned = 0
+        #: FLUXLIKE_TUNE, the programs of a GPU and the measured choices: the same on all ranks.
+        self.tuned = tuned.agreed(control, op, dtype, executor)
+        self.use(None)
         self._copies: dict[Hashable, int] = {}
         ranks = self.size
         self.max_flags = flags
@@ -240,11 +243,24 @@ class Context:
         index = (slot * self.size + self.rank) * tiling.MAX_SUBS + sub
         return self.block.addresses[peer] + self.offsets["full"] + 4 * index
 
-    def choose(self, chunk_bytes: int) -> str:
-        """The transport of a call whose chunks have ``chunk_bytes`` bytes each."""
-        if self.schedule != "auto":
-            return self.schedule
-        return "copy_engine" if chunk_bytes >= self.copy_engine_from else "in_kernel"
+    def problem(self, m: int, n: int, k: int) -> choice.Problem:
+        """A call, as far as its ranks have it in common; sizes of the whole problem."""
+        capability = self.world.executor.capability
+        return choice.Problem(self.op, capability, self.tuned.multiprocessors, self.size, self.dtype, m, n, k)
+
+    def choose(self, problem: choice.Problem) -> choice.Choice:
+        """How calls of this problem are made; all ranks come to the same."""
+        if self._used is None:
+            return choice.choose(problem, self.schedule, self.tuned.table)
+        why = choice.why_not(problem, self._used)
+        if why is not None or self.schedule not in ("auto", self._used.transport):
+            why = why or f"schedule={self.schedule!r}"
+            raise ValueError(f"{self.op}: {self._used} is no choice for {problem}: {why}; use one of choice.candidates")
+        return self._used
+
+    def use(self, made: choice.Choice | None) -> None:
+        """Make the calls that follow as ``made`` says, None: as is best. For tuning and tests; on all ranks alike."""
+        self._used, self._plans = made, self._plans_of.setdefault(made, {})
 
     # -- failure --------------------------------------------------------------------------------------------------------
 
@@ -355,6 +371,7 @@ class Context:
         if hasattr(self.engine, "close"):
             self.engine.close()
         self._plans.clear()  # they know this context, which shall go with its last user and not wait for the garbage collector
+        self._plans_of.clear()
         for name in self.watched:
             racecheck.unwatch(getattr(self, name))
         everyone, mismatch = self.control.part(f"closing {self.label}")

@@ -15,11 +15,8 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import tiling, validate
-from .context import GEMM_RATE, Context, Prepared, check_arguments, kept, resolve
-
-#: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured on H200s.
-COPY_RATE = 340e9
+from . import tiling, tuning, validate
+from .context import Context, Prepared, check_arguments, kept, resolve
 
 
 class GemmRSContext(Context):
@@ -27,8 +24,6 @@ class GemmRSContext(Context):
 
     maker = "fluxlike.create_gemm_rs_context"
     watched = (*Context.watched, "local", "own")
-    # 4×H200, N=8192, K=7168 a rank, µs, copy engine against in-kernel: chunks of 4 MiB 332 : 206, of 8 MiB 367 : 407
-    copy_engine_from = 6 << 20
 
     def __init__(
         self,
@@ -45,7 +40,7 @@ class GemmRSContext(Context):
         with control.lock:
             control.agree("create_gemm_rs_context", (max_m, n, k, str(dtype), schedule), error)
             self.max_m, self.n = max_m, n
-            # What K is like decides how a chunk is cut, which the ranks must do alike; a call's own K may differ between them.
+            # What K is like decides how calls are made, which the ranks must do alike; a call's own K may differ between them.
             self.k = k if k is not None else sum(control.gather(k_here, "create_gemm_rs_context: K"))
             rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
             # of stream_k, a chunk may begin and end inside a tile
@@ -77,13 +72,21 @@ def create_gemm_rs_context(
         dtype: torch.bfloat16, torch.float16 or torch.float32, of x, weight and the result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
-            kernel's own stores to the peer), or "auto" (copy engine from 6 MiB a chunk on). "stream_k": in-kernel too, with the
-            product cut into equal shares of k-steps, for few rows (`kernels.gemm_rs_stream_k`).
+            kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
+            "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
+            (`kernels.gemm_rs_stream_k`); auto does not choose it.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    return GemmRSContext(max_m, n, dtype, group, schedule, k)
+    return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
+
+
+def _sample(ctx: GemmRSContext, k: int | None) -> Callable[[], torch.Tensor]:
+    """A call as large as the context is made for, to be measured."""
+    operand, depth = tuning.random(ctx.device, ctx.dtype), cdiv(k or 0, ctx.size)
+    x, weight = operand(ctx.max_m, depth), operand(ctx.n, depth)
+    return lambda: gemm_rs(x, weight, ctx)
 
 
 def gemm_rs(
@@ -160,13 +163,11 @@ def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch
         return _plan_stream_k(ctx, x, weight, bias, y)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
-    capability = ctx.world.executor.capability
-    tile = tiling.choose(capability, x.dtype, full, n, ranks)
-    tile, padded = tiling.readable(tile, capability, full, x, weight)
+    chosen = ctx.choose(ctx.problem(m, n, ctx.k))
+    transport, subs = chosen.transport, chosen.subs
+    tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)
-    transport = ctx.choose(full * ld * x.element_size())
-    subs = _subs(full, n, ctx.k, ranks, x.element_size()) if transport == "copy_engine" else 1
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
     half = [tile.bm, tile.bn // 2]
@@ -226,21 +227,6 @@ def _plan_stream_k(
     programs = ctx.programs(cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk))
     launch = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))
     return _Plan("stream_k", tile, padded, [launch, launch], [])
-
-
-def _subs(chunk_rows: int, n: int, k: int, ranks: int, itemsize: int) -> int:
-    """Sub-chunks of a chunk: more where the copies take long beside the product, so that they start sooner and end sooner.
-
-    Fewer is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
-    4×H200, µs with 1, 2, 4: 8192×8192×8192 573, 580, 500; 8192×4096×14336 414, 385, 388; 8192×8192×28672 1488, 1532, 1561.
-    """
-    if k == 0 or ranks == 1:
-        return 1
-    nbytes = chunk_rows * n * itemsize
-    share = (nbytes * (ranks - 1) / COPY_RATE) / (2 * chunk_rows * n * k / GEMM_RATE)
-    if share > 0.65 and nbytes >= 32 << 20:
-        return 4
-    return 2 if share > 0.4 and nbytes >= 16 << 20 else 1
 
 
 def _queue_copies(

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ TABLE = (
     Variable("FLUXLIKE_HEAP_BYTES", "", "size of the symmetric heap of each rank, as 512M or 4G; init(heap_bytes=) wins"),
     Variable("FLUXLIKE_CPU_PROGRAMS", "2", "programs of a kernel's grid on the CPU heap"),
     Variable("FLUXLIKE_RACECHECK", "0", "1 checks every access to the CPU heap for races, see docs/racecheck.md"),
+    Variable("FLUXLIKE_TUNE", "cached", "where schedules and tiles come from: off, cached or on, see docs/tune.md"),
+    Variable("FLUXLIKE_CACHE_DIR", "", "where tuned choices are kept; default $XDG_CACHE_HOME/fluxlike, else ~/.cache/fluxlike"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -63,6 +66,25 @@ def racecheck() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"FLUXLIKE_RACECHECK={text!r} is neither 0 nor 1")
     return text == "1"
+
+
+def tune() -> str:
+    """FLUXLIKE_TUNE, checked: "off", "cached" or "on"."""
+    text = get("FLUXLIKE_TUNE")
+    if text not in ("off", "cached", "on"):
+        raise ValueError(f"FLUXLIKE_TUNE={text!r} is not one of off, cached, on; unset it for cached")
+    return text
+
+
+def cache_dir() -> Path:
+    """FLUXLIKE_CACHE_DIR, or where the XDG rules put it; for a user without a home a place where nothing can be."""
+    text = get("FLUXLIKE_CACHE_DIR")
+    if text:
+        return Path(text).absolute()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # XDG: those do not count
+        base = os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base if os.path.isabs(base) else os.devnull) / "fluxlike"
 
 
 def heap_bytes() -> int | None:

@@ -42,6 +42,7 @@ class World:
             nbytes = _heap_size(heap_bytes) or executor.default_heap_bytes
             env.timeout_s()
             env.racecheck()
+            env.tune()
         except (RuntimeError, ValueError) as problem:
             error = problem
         self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)

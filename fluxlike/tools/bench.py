@@ -42,6 +42,7 @@ import torch
 
 import fluxlike
 
+from ..ops import tuning
 from ..ops.context import SCHEDULES
 from ..runtime import world
 from . import bench_report
@@ -274,24 +275,9 @@ class Bench:
         call = method.call
         assert call is not None
 
-        def timed() -> float:
-            if not self.cuda:
-                since = time.perf_counter()
-                for _ in range(calls):
-                    call()
-                return (time.perf_counter() - since) / calls * 1e3
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            call()
-            start.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            self.settle(method)
-            return start.elapsed_time(end) / calls
-
         self.synchronize()
         self.peers.barrier()
-        return self.peers.slowest(timed)
+        return self.peers.slowest(lambda: tuning.timed(call, calls, self.cuda, lambda: self.settle(method)) * 1e3)
 
     def host_us(self, method: Method) -> float:
         """µs of the host a call, on the slowest rank."""

@@ -1,0 +1,151 @@
+"""What a call is expected to take: a model in seconds from a few constants, good enough to rank the schedules.
+
+The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
+docs/measured/2026-11-21-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
+most within a tenth; the schedule that it picks within 2 % of the better one). For other GPUs nothing has been measured.
+
+* A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end.
+* gemm_rs, copy_engine: copies begin when their part is computed, one after the other. The own chunk is last; a tile of it
+  ends when the partial sums are there, and the tiles that its program still has come behind it. Parts of a chunk share less in
+  the L2 cache (`CUT`).
+* gemm_rs, in_kernel: tiles of one wave are stored to the peers at the same time, for which the product waits; after some waves
+  the programs have drifted apart and one computes while another stores (`DRIFT`), which still costs something (`BESIDE`).
+* ag_gemm, copy_engine: the shards arrive one after the other; what is left of the product comes behind the last.
+* ag_gemm, in_kernel: the pushers' programs are missing to the product, and all shards arrive together.
+
+Not in the model: clocks that fall under load (5 %), L2 cache, other work on the machine.
+"""
+
+from collections.abc import Callable
+from math import log2
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels.tiles import cdiv
+from .tiling import NARROW
+
+if TYPE_CHECKING:
+    from .choice import Choice, Problem
+
+#: Operations a second of a bf16 product by cuBLAS on the whole GPU, measured.
+GEMM_RATE = 730e12
+#: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured.
+COPY_RATE = 340e9
+#: Bytes a second that stores of kernels bring to the peers together: 64 programs on an idle GPU moved 335 GB/s, measured.
+STORE_RATE = 330e9
+#: Bytes a second of in-kernel pushing on which `ag_gemm` plans its head start, measured.
+PUSH_RATE = 300e9
+#: Of them, of one program beside a product; fitted.
+PUSHER_RATE = 18e9
+#: Operations a second of a multiprocessor inside a tile of 128×256; fitted.
+TILE_RATE = 5.5e12
+#: Seconds from the last product of a tile of 128×256 to the first of the next; fitted.
+TILE_END = 2e-6
+#: Bytes a second from the GPU's memory, which a product with few rows reads its weight at: an assumption, near the data sheet's.
+MEMORY_RATE = 4e12
+#: Rate of multiply-adds of fp32 against bf16: an assumption, from the data sheet.
+FP32 = 0.06
+#: Rate of tiles of 64 rows against 128: an assumption.
+LOW = 0.75
+#: Seconds of any call; of one with a side stream's fork, join and signals; of a copy; of the flags of an in-kernel
+#: gather. Fitted.
+CALL = 4e-6
+COPIES = 50e-6
+COPY = 5e-6
+GATHER = 33e-6
+#: Of the product, for each time that chunks are halved: 8192×8192×28672 1488, 1532, 1561 µs, measured.
+CUT = 0.025
+#: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
+DRIFT = 5.0
+BESIDE = 0.12
+#: K of a context that does not know it.
+LARGE_K = 32768
+
+
+def _tile(problem: "Problem", choice: "Choice", depth: int) -> float:
+    """Seconds of a tile."""
+    tile = choice.tile
+    rate = TILE_RATE * (1.0 if tile.bn >= 256 else NARROW) * (1.0 if tile.bm >= 128 else LOW)
+    rate *= FP32 if problem.dtype == torch.float32 else 1.0
+    return 2 * tile.bm * tile.bn * depth / rate + TILE_END * tile.bm * tile.bn / (128 * 256)
+
+
+def _product(problem: "Problem", tiles: int, seconds: float, weight: int) -> float:
+    """Seconds of a product of so many tiles, which reads a weight of so many elements."""
+    return max(cdiv(tiles, problem.programs) * seconds, weight * problem.dtype.itemsize / MEMORY_RATE)
+
+
+def _reduce_scatter(problem: "Problem", choice: "Choice") -> tuple[int, int, float]:
+    """Tiles of a part of a chunk, rows of it, seconds of a tile."""
+    height = cdiv(cdiv(problem.rows, choice.tile.bm), choice.subs)
+    depth = cdiv(problem.k or LARGE_K, problem.ranks)
+    return height * cdiv(problem.n, choice.tile.bn), height * choice.tile.bm, _tile(problem, choice, depth)
+
+
+def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
+    ranks, subs = problem.ranks, choice.subs
+    unit, rows, tile = _reduce_scatter(problem, choice)
+    tile *= 1 + CUT * log2(subs)
+    depth = cdiv(problem.k or LARGE_K, ranks)
+    end = _product(problem, unit * subs * ranks, tile, problem.n * depth)
+    sent, copy = 0.0, rows * problem.n * problem.dtype.itemsize / COPY_RATE + COPY
+    for part in range((ranks - 1) * subs):
+        sent = max(sent, cdiv(unit * (part + 1), problem.programs) * tile) + copy
+        if part >= (ranks - 2) * subs:  # the last peer's to this rank: tiles of the own chunk wait for it
+            behind = unit * (subs - (part - (ranks - 2) * subs)) - 1
+            end = max(end, sent + behind // problem.programs * tile)
+    return CALL + COPIES + end
+
+
+def gemm_rs_stores(problem: "Problem", choice: "Choice") -> float:
+    ranks, itemsize = problem.ranks, problem.dtype.itemsize
+    unit, _, tile = _reduce_scatter(problem, choice)
+    depth = cdiv(problem.k or LARGE_K, ranks)
+    wave = problem.programs * choice.tile.bm * choice.tile.bn * itemsize / STORE_RATE
+    product = _product(problem, unit * ranks, tile, problem.n * depth)
+    waves = unit * (ranks - 1) / problem.programs
+    stored = (min(waves, DRIFT) + BESIDE * max(waves - DRIFT, 0)) * wave
+    wire = (ranks - 1) * problem.rows * problem.n * itemsize / STORE_RATE
+    return CALL + max(product + stored, wire + tile)
+
+
+def _gather(problem: "Problem", choice: "Choice") -> tuple[int, int, float]:
+    """Tiles of a shard, rows of tiles in it, seconds of a tile."""
+    height = cdiv(problem.rows, choice.tile.bm)
+    return height * cdiv(problem.columns, choice.tile.bn), height, _tile(problem, choice, problem.k)
+
+
+def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
+    ranks, subs, weight = problem.ranks, choice.subs, problem.columns * problem.k
+    unit, _, tile = _gather(problem, choice)
+    end = _product(problem, unit * ranks, tile * (1 + CUT * log2(subs)), weight)
+    copy = problem.rows * problem.k * problem.dtype.itemsize / COPY_RATE + COPY * subs
+    for shard in range(1, ranks):
+        # the tiles of a shard begin with its first part
+        there = copy * (shard - 1 + 1 / subs)
+        end = max(end, there + cdiv(unit * (ranks - shard), problem.programs) * tile)
+    return CALL + COPIES + end
+
+
+def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
+    ranks, programs, weight = problem.ranks, problem.programs, problem.columns * problem.k
+    unit, height, tile = _gather(problem, choice)
+    product = _product(problem, unit * ranks, tile, weight)
+    if ranks == 1:
+        return CALL + product
+    # as `ag_gemm._deal`: programs without a tile of their own push, too
+    wanted = min(max(choice.pushers, programs - unit), max(1, programs // 2))
+    pushers = min(wanted, max(1, height * cdiv(wanted, max(1, height))))
+    push = (ranks - 1) * problem.rows * problem.k * problem.dtype.itemsize / min(STORE_RATE, pushers * PUSHER_RATE)
+    behind = cdiv(unit * (ranks - 1), programs) * tile
+    return CALL + GATHER + max(product + pushers / programs * push, push + behind)
+
+
+#: The model of each operation and transport.
+MODELS: dict[tuple[str, str], Callable[["Problem", "Choice"], float]] = {
+    ("gemm_rs", "copy_engine"): gemm_rs_copies,
+    ("gemm_rs", "in_kernel"): gemm_rs_stores,
+    ("ag_gemm", "copy_engine"): ag_gemm_copies,
+    ("ag_gemm", "in_kernel"): ag_gemm_pushes,
+}

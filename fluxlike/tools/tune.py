@@ -1,0 +1,297 @@
+"""`python -m fluxlike tune {gemm_rs,ag_gemm}`: find the fastest way to make calls, and keep it. Start it with launch.sh.
+
+For each shape the candidates that `ops.tuning.shortlist` expects to be fast are made calls of, on `bench`'s operands and by its
+protocol: each is first compared with the truth (one that is wrong is not timed and makes the exit status 1), all are warmed up,
+and then take turns. The one with the smallest median goes into the user's cache or into --out FILE; what calls got before, unless
+another is 1 % faster. Contexts that are made from then on find it (docs/tune.md).
+
+`tune from-records FILE…` makes such a table of what `bench` has written: the faster one of the schedules it measured, made
+as the rules of `ops.choice` make it. That is how the table that comes with the package for 4×H200 was made.
+
+On the CPU heap all of it runs, and times are those of an interpreter: they mean nothing elsewhere, and the cache knows that they
+are of another machine.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fluxlike
+
+from ..ops import choice, tuned, tuning
+from ..ops.choice import Choice
+from ..ops.tuned import Entry, Machine
+from ..runtime import env, world
+from . import bench
+from .bench import Bench, Budget, Method
+from .bench_peers import Failed, Lost, Peers
+from .bench_problems import PROBLEMS, SUITES, Problem, indivisible, parse_shapes
+from .bench_report import Row, Shape, Voice
+
+ROUNDS = 5
+
+
+@dataclass
+class Trial:
+    """A choice, and what came of it."""
+
+    choice: Choice
+    predicted_us: float
+    row: Row
+
+    @property
+    def us(self) -> float | None:
+        return None if self.row.ms is None else self.row.ms * 1e3
+
+
+class Tuner:
+    """One run: every shape, its candidates in turns."""
+
+    def __init__(self, asked: argparse.Namespace, peers: Peers, device: torch.device) -> None:
+        how = {"op": asked.op, "dtype": asked.dtype, "rounds": asked.rounds, "iters": None, "methods": [], "seconds": None}
+        self.asked, self.peers = asked, peers
+        self.bench = Bench(argparse.Namespace(**how), peers, device)
+        self.budget = Budget(asked.budget)
+        self.context: Any = None
+
+    def shape(self, shape: Shape) -> tuple[choice.Problem, list[Trial]]:
+        """What is measured of one shape, the choice without a table first. Failed if no operands or context can be made."""
+        bench, peers = self.bench, self.peers
+        problem: Problem = peers.attempt(lambda: PROBLEMS[self.asked.op](shape, bench.dtype, bench.device, peers))
+        peers.attempt(problem.know_torch)
+        self._renew(problem)
+        asked = self.context.problem(*shape)
+        usual = choice.choose(asked, "auto", {})
+        made = [usual, *(c for c in tuning.shortlist(asked, self.asked.most) if c != usual)]
+        trials = [Trial(c, choice.predict(asked, c) * 1e6, Row(str(c))) for c in made]
+        methods = [self._method(problem, trial) for trial in trials]
+        for method in methods:
+            try:
+                bench.first(method)
+                bench.check(problem, method, 3)
+            except Failed as failure:
+                method.failed(failure)
+                self._renew(problem)
+        bench.warm_up(bench.alive(methods))
+        for _ in range(bench.rounds):
+            for method in bench.alive(methods):
+                with bench.guard(method):
+                    method.row.rounds_ms.append(bench.time(method, method.row.iters))
+        for method in bench.alive(methods):
+            with bench.guard(method):
+                bench.check(problem, method)
+        self._close()
+        return asked, trials
+
+    def _method(self, problem: Problem, trial: Trial) -> Method:
+        def call() -> torch.Tensor:
+            self.context.use(trial.choice)
+            return problem.ours(self.context)
+
+        return Method(str(trial.choice), trial.row, self, call, problem.spoil)
+
+    def _renew(self, problem: Problem) -> None:
+        """A new context: the first, or in place of one that a choice has broken."""
+        self._close()
+        self.context = self.peers.attempt(lambda: problem.context("auto"))
+
+    def _close(self) -> None:
+        if self.context is not None:
+            with contextlib.suppress(ValueError):  # a rank may learn only here that the ranks are out of step
+                self.context.close()
+        self.context = None
+
+    # what `Bench` asks of a method's context, of the one that there is
+
+    def check(self) -> None:
+        self.context.check()
+
+    @property
+    def last_path(self) -> str:
+        return str(self.context.last_path)
+
+    def run(self) -> int:
+        """Everything; the exit status. Rank 0 speaks and writes."""
+        asked, peers = self.asked, self.peers
+        voice, bad = Voice(peers.rank == 0), False
+        shapes: list[Shape] = asked.shapes or list(SUITES[asked.suite][asked.op])
+        for i, shape in enumerate(shapes):
+            why = indivisible(asked.op, shape, peers.size)
+            if why is None and peers.gather(self.budget.spent())[0]:
+                why = f"{asked.budget:g} seconds have passed"
+            head = f"[{i + 1}/{len(shapes)}] {asked.op} {shape} {asked.dtype} R={peers.size}"
+            if why is not None:
+                voice.say(f"{head}: skipped, {why}")
+                continue
+            try:
+                problem, trials = self.shape(shape)
+                where = peers.attempt(lambda p=problem, t=trials: self._keep(p, t))  # type: ignore[misc]
+            except Failed as failure:
+                self._close()
+                bad, where, trials = True, f"failed: {failure}", []
+            voice.say(f"{head}: {where}")
+            for line in table(trials):
+                voice.say(line)
+            bad |= any(trial.row.status != "ok" for trial in trials)
+            self.bench.free()
+        if not self.bench.cuda:
+            voice.say("times are those of Triton's interpreter and mean nothing on a GPU")
+        return 1 if bad else 0
+
+    def _keep(self, problem: choice.Problem, trials: Sequence[Trial]) -> str:
+        """Write the best one down, on rank 0; where it went."""
+        best = fastest(trials)
+        if best is None or best.us is None or self.peers.rank:
+            return "no choice worked"
+        out = Path(self.asked.out) if self.asked.out else None
+        entry = Entry(problem, best.choice, best.us, trials[0].us)
+        return f"written to {tuned.store(tuned.machine_of(world.current().executor), [entry], out)}"
+
+
+def fastest(trials: Sequence[Trial]) -> Trial | None:
+    """The one with the smallest median, the first unless another is clearly faster; what was wrong or failed has no time."""
+    times = {trial.choice: trial.us for trial in trials if trial.us is not None}
+    best = tuning.fastest(times, trials[0].choice) if times else None
+    return next((trial for trial in trials if trial.choice == best), None)
+
+
+def table(trials: Sequence[Trial]) -> list[str]:
+    """Lines for people: choice, µs, µs expected, gain over the first, which is what calls get without a table."""
+    best, lines = fastest(trials), []
+    for trial in trials:
+        gain = f"{trials[0].us / trial.us:7.3f}x" if trial.us and trials[0].us else f"{'–':>8}"
+        us = f"{trial.us:9.1f}" if trial.us is not None else f"{'–':>9}"
+        mark = "best" if trial is best else "" if trial.row.status == "ok" else f"{trial.row.status}: {trial.row.note}"
+        lines.append(f"  {trial.choice!s:<58} {us} µs, expected {trial.predicted_us:9.1f}, {gain} {mark}".rstrip())
+    return lines
+
+
+# tables of what bench wrote
+
+
+def from_records(records: Sequence[Path], out: Path) -> int:
+    """Write the table of the faster schedule of each shape; the number of shapes. ValueError if a record is no use."""
+    entries: list[Entry] = []
+    machines, sources, measured = set(), [], {}
+    for path in records:
+        data = json.loads(path.read_text())
+        stamp = data["environment"]
+        machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
+        machines.add(machine)
+        sources.append(path.name)
+        measured = {"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]}
+        for shape in data["shapes"]:
+            entry = _recorded(data, shape, machine)
+            if entry is not None:
+                entries.append(entry)
+    if len(machines) != 1:
+        raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
+    out.unlink(missing_ok=True)
+    about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
+    tuned.store(machines.pop(), entries, out, software=measured, source=sources, about=about)
+    return len(entries)
+
+
+def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> Entry | None:
+    """The faster one of the schedules of a shape, if both were timed."""
+    names = choice.TRANSPORTS[data["op"]]
+    times = {name: shape["methods"].get(name, {}).get("ms", {}).get("median") for name in names}
+    if None in times.values():
+        return None
+    dtype = getattr(torch, data["dtype"])
+    problem = choice.Problem(
+        data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, shape["m"], shape["n"], shape["k"]
+    )
+    best = min(names, key=lambda name: times[name])
+    usual = choice.choose(problem, "auto", {}).transport
+    return Entry(problem, choice.usual(problem, best), round(times[best] * 1e3, 1), round(times[usual] * 1e3, 1))
+
+
+#: Records do not say it.
+_CAPABILITIES = {"NVIDIA H200": (9, 0), "NVIDIA H100": (9, 0), "NVIDIA H100 80GB HBM3": (9, 0)}
+
+
+def _capability(gpu: Any) -> tuple[int, int]:
+    if gpu not in _CAPABILITIES:
+        raise ValueError(f"the compute capability of {gpu!r} is not known here; use records of {', '.join(_CAPABILITIES)}")
+    return _CAPABILITIES[gpu]
+
+
+# the command line
+
+
+def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
+    """The arguments, with ``shapes`` made ready; ends the process if they are no use."""
+    parser = bench._Parser(
+        prog="python -m fluxlike tune",
+        description="Measures how calls of some shapes are made fastest, and keeps it. Start it with scripts/launch.sh.",
+        epilog="Exit status: 1 if a candidate failed or was wrong, or nothing could be written. See docs/tune.md.",
+    )
+    ops = parser.add_subparsers(dest="op", required=True)
+    for op in bench.OPS:
+        one = ops.add_parser(op, help=f"tune {op}")
+        which = one.add_mutually_exclusive_group()
+        which.add_argument("--suite", choices=list(SUITES), help="shapes of bench; default: headline on GPUs, toy without")
+        which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
+        one.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+        one.add_argument("--out", metavar="FILE", help="write there instead of into the cache")
+        one.add_argument("--budget", type=float, metavar="SECONDS", help="begin no new shape after so many seconds")
+        one.add_argument("--rounds", type=int, default=ROUNDS, help=f"timings of each choice ({ROUNDS})")
+        one.add_argument("--most", type=int, default=tuning.MOST, help=f"choices that are measured of a shape ({tuning.MOST})")
+    records = ops.add_parser("from-records", help="make a table of what bench wrote; runs on one process without a GPU")
+    records.add_argument("records", nargs="+", type=Path, metavar="RECORD")
+    records.add_argument("--out", type=Path, required=True, metavar="FILE")
+    asked = parser.parse_args(argv)
+    if asked.op == "from-records":
+        return asked
+    for name in ("rounds", "most"):
+        if getattr(asked, name) < 1:
+            parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
+    if asked.shapes:
+        try:
+            asked.shapes = parse_shapes(asked.shapes)
+        except ValueError as error:
+            parser.error(f"--shapes: {error}")
+    elif asked.suite is None:
+        asked.suite = "headline" if cuda else "toy"
+    elif asked.suite != "toy" and not cuda:
+        parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+    return asked
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv, torch.cuda.is_available())
+    if asked.op == "from-records":
+        try:
+            print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}")
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            print(f"tune: {type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        return 0
+    if importlib.util.find_spec("rich") is None:
+        if os.environ.get("RANK", "0") == "0":
+            print("tune needs the package rich; run: python -m pip install rich", file=sys.stderr)
+        return 2
+    env.put("FLUXLIKE_TUNE", "off")  # what is compared with is what calls get without a table
+    try:
+        fluxlike.init()
+    except (RuntimeError, ValueError) as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 1
+    try:
+        status = Tuner(asked, Peers(), world.current().device).run()
+    except Lost as error:
+        print(f"tune: {error}; nothing more can be measured", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # an orderly end would wait for the collective that never ends
+    fluxlike.finalize()
+    return status

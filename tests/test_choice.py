@@ -1,0 +1,233 @@
+"""Choices without a rank: candidates, the model against what was measured, the shipped tables. `test_tune` has the files and the
+tool, `test_ops` what any candidate computes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fluxlike.ops import ag_gemm, choice, cost, gemm_rs, tiling, tuned, tuning
+from fluxlike.ops.choice import Choice, Problem
+from fluxlike.ops.tuned import Machine
+from fluxlike.runtime import dry
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = Machine("NVIDIA H200", (9, 0), 132)
+BF16 = torch.bfloat16
+
+
+def on_h200(op, m, n, k, ranks=4):
+    return Problem(op, (9, 0), 132, ranks, BF16, m, n, k)
+
+
+SIZE = st.integers(1, 1 << 15) | st.sampled_from((16, 64, 4096, 8192, 28672))
+PROBLEMS = st.builds(
+    Problem,
+    op=st.sampled_from(("gemm_rs", "ag_gemm")),
+    capability=st.sampled_from(((0, 0), (8, 0), (8, 9), (9, 0), (10, 0))),
+    programs=st.integers(1, 160),
+    ranks=st.integers(1, 9),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+    m=SIZE,
+    n=SIZE,
+    k=SIZE | st.just(0),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=PROBLEMS)
+def test_candidates_are_possible_and_go_through_json(problem):
+    found = choice.candidates(problem)
+    assert len(set(found)) == len(found) and {made.transport for made in found} == set(choice.TRANSPORTS[problem.op])
+    times = [choice.predict(problem, made) for made in found]
+    assert times == sorted(times) and times[0] > 0 and times[-1] < 1e6
+    for made in (found[0], found[-1]):
+        assert choice.why_not(problem, made) is None
+        assert choice.from_json(json.loads(json.dumps(made.as_json())), problem) == made
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=PROBLEMS, data=st.data())
+def test_what_is_chosen_is_a_candidate(problem, data):
+    """Without a table, with a fitting one, and with one of another problem's choices."""
+    other = data.draw(PROBLEMS)
+    theirs = data.draw(st.sampled_from(choice.candidates(other)))
+    schedule = data.draw(st.sampled_from(("auto", *choice.TRANSPORTS[problem.op])))
+    plain = choice.choose(problem, schedule, {})
+    assert choice.why_not(problem, plain) is None and schedule in ("auto", plain.transport)
+    possible = choice.why_not(problem, theirs) is None and schedule in ("auto", theirs.transport)
+    assert choice.choose(problem, schedule, {problem.shape: theirs}) == (theirs if possible else plain)
+    assert choice.choose(problem, schedule, {(*problem.shape[:2], problem.k + 1): theirs}) == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=PROBLEMS, made=st.integers(0, 10**6), columns=st.integers(0, 4096))
+def test_ranks_with_other_columns_have_tiles_of_the_same_height(problem, made, columns):
+    problem = replace(problem, op="ag_gemm")
+    found = choice.candidates(problem)
+    tile = found[made % len(found)].tile
+    mine = choice.for_columns(problem, tile, columns)
+    assert (mine.bm, mine.group_m) == (tile.bm, tile.group_m) and choice.fits_columns(mine, columns)
+    assert replace(mine, group_m=8) in {replace(t, group_m=8) for t in choice.tiles(problem.capability, problem.dtype)}
+
+
+def test_tiles_for_other_columns():
+    problem = on_h200("ag_gemm", 4096, 57344, 8192)
+    wide = choice.tiles((9, 0), BF16)[0]
+    columns = {14336: 256, 4096: 256, 512: 128, 515: 128, 0: 128}
+    assert {n: choice.for_columns(problem, wide, n).bn for n in columns} == columns
+    low = replace(wide, bm=64, bk=128, bn=128, warps=4, stages=4)
+    assert choice.for_columns(problem, low, 515) == choice.for_columns(problem, low, 14336) == low
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=PROBLEMS, made=st.integers(0, 10**6))
+def test_no_part_of_a_shard_is_empty_and_no_slot_too_small(problem, made):
+    """What the kernels rely on: see `why_not`, and the sizes in `GemmRSContext`."""
+    found = choice.candidates(problem)
+    one = found[made % len(found)]
+    tiles = -(-problem.rows // one.tile.bm)
+    height = -(-tiles // one.subs)
+    if problem.op == "ag_gemm":
+        assert height * one.subs == tiles
+    assert height * one.subs * one.tile.bm <= tiling.round_up(problem.rows, 128 * tiling.MAX_SUBS)
+    assert one.subs <= tiling.MAX_SUBS and min(one.tile.bm, one.tile.bn) >= tiling.MIN_TILE
+
+
+def test_what_cannot_be_is_refused():
+    problem = on_h200("ag_gemm", 4096, 49152, 12288)
+    good = choice.usual(problem, "in_kernel")
+    assert choice.why_not(problem, good) is None
+    for bad in (
+        replace(good, transport="carrier pigeon"),
+        replace(good, tile=replace(good.tile, bk=4096)),
+        replace(good, tile=replace(good.tile, stages=7)),
+        replace(good, tile=replace(good.tile, tma=False)),
+        replace(good, tile=replace(good.tile, group_m=0)),
+        replace(good, subs=2),
+        replace(good, pushers=1000),
+        Choice("copy_engine", good.tile, pushers=16),
+        Choice("copy_engine", good.tile, subs=3),
+        Choice("copy_engine", good.tile, subs=0),
+    ):
+        assert choice.why_not(problem, bad) is not None, bad
+        assert choice.choose(problem, "auto", {problem.shape: bad}).transport in choice.TRANSPORTS["ag_gemm"]
+    assert choice.why_not(replace(problem, m=4), good), "a low chunk may have to be read by pointers, in low tiles"
+    assert choice.why_not(replace(problem, n=4 * 515), good), "a ragged result in wide tiles spills"
+
+
+def records():
+    """(problem, µs of each schedule) of everything that was measured on 4 H200s with the tiles of today's rules."""
+    for path in sorted((ROOT / "docs" / "measured").glob("2026-11-21-*-h*-R4.json")):
+        data = json.loads(path.read_text())
+        for shape in data["shapes"]:
+            times = {name: shape["methods"][name]["ms"]["median"] * 1e3 for name in choice.TRANSPORTS[data["op"]]}
+            yield on_h200(data["op"], shape["m"], shape["n"], shape["k"]), times
+
+
+def rule_before(problem):
+    """The schedule that calls got before there was a model."""
+    nbytes = problem.rows * (problem.n if problem.op == "gemm_rs" else problem.k) * 2
+    if problem.op == "ag_gemm" and (problem.ranks - 1) * 2 * 730e12 / (2 * 300e9 * problem.n) < 0.2:
+        return "in_kernel"
+    return "copy_engine" if nbytes >= (6 << 20 if problem.op == "gemm_rs" else 4 << 20) else "in_kernel"
+
+
+def test_the_model_ranks_the_schedules_as_they_were_measured():
+    found = list(records())
+    assert len(found) >= 22
+    wide = choice.tiles((9, 0), BF16)[0]
+    for problem, times in found:
+        for transport, us in times.items():
+            made = replace(choice.usual(problem, transport), tile=wide)  # the others came later
+            assert choice.predict(problem, made) * 1e6 == pytest.approx(us, rel=0.35), (problem.shape, transport)
+        took = choice.choose(problem, "auto", {}).transport
+        assert times[took] <= 1.02 * min(times.values()), (problem.shape, took, times)
+        assert times[took] <= 1.01 * times[rule_before(problem)], (problem.shape, took, times)
+
+
+def test_every_transport_has_a_model():
+    assert set(cost.MODELS) == {(op, name) for op, names in choice.TRANSPORTS.items() for name in names}
+
+
+def test_chunks_are_cut_as_was_measured():
+    """µs with 1, 2 and 4 parts: 573, 580, 500; 414, 385, 388; 1488, 1532, 1561."""
+    for shape, subs in (((8192, 8192, 8192), 4), ((8192, 4096, 14336), 2), ((8192, 8192, 28672), 1)):
+        assert choice.usual(on_h200("gemm_rs", *shape), "copy_engine").subs == subs
+
+
+def test_shortlist_begins_with_what_is_usual():
+    for problem in (on_h200("gemm_rs", 8192, 8192, 8192), on_h200("ag_gemm", 512, 57344, 8192)):
+        found = tuning.shortlist(problem)
+        assert found[0] == choice.choose(problem, "auto", {}) and 6 <= len(found) == len(set(found)) <= tuning.MOST
+        assert {made.transport for made in found} == {"copy_engine", "in_kernel"}
+        assert len({made.tile.group_m for made in found}) == 3 and len({made.tile.bn for made in found}) > 1
+        limit = tuning.HOPELESS * choice.predict(problem, found[0])
+        assert all(choice.predict(problem, made) <= limit for made in found[2:])
+
+
+def test_fastest_is_the_usual_one_unless_another_is_clearly_faster():
+    first, second = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:2]
+    assert tuning.fastest({first: 1.0, second: 0.995}, first) == first
+    assert tuning.fastest({first: 1.0, second: 0.98}, first) == second
+    assert tuning.fastest({second: 2.0}, first) == second
+
+
+def test_shipped_tables_hold_what_was_measured():
+    measured = {(p.op, p.shape): times for p, times in records()}
+    for op, shapes in (("gemm_rs", 9), ("ag_gemm", 7)):
+        found = tuned.known(H200, op, BF16, 4)
+        assert len(found) == shapes
+        for shape, made in found.items():
+            times = measured[op, shape]
+            assert times[made.transport] <= 1.03 * min(times.values()), (shape, made)  # later runs differ by that
+            assert (made.tile.bm, made.tile.bn, made.tile.stages) == (128, 256, 3), "only that was measured"
+        assert not tuned.known(H200, op, torch.float16, 4) and not tuned.known(H200, op, BF16, 2)
+        assert not tuned.known(replace(H200, multiprocessors=114), op, BF16, 4)
+    for path in tuned.TABLES.glob("*.json"):
+        data = json.loads(path.read_text())
+        assert data["source"] and all((ROOT / "docs" / "measured" / name).exists() for name in data["source"])
+
+
+def test_only_candidates_can_be_used():
+    wide = choice.tiles((9, 0), BF16)[0]
+    x, w = dry.tensor((1024, 512), BF16), dry.tensor((512, 512), BF16)
+    with dry.recording((9, 0), 4) as launches:
+        ctx = gemm_rs.create_gemm_rs_context(1024, 512, 2048, schedule="in_kernel")
+        for made in (Choice("copy_engine", wide), Choice("in_kernel", replace(wide, stages=9)), Choice("in_kernel", wide, subs=2)):
+            ctx.use(made)
+            with pytest.raises(ValueError, match="is no choice for"):
+                gemm_rs.gemm_rs(x, w, ctx)
+        assert not launches
+        for narrow in (True, False, True):
+            ctx.use(Choice("in_kernel", replace(wide, bn=128)) if narrow else None)
+            gemm_rs.gemm_rs(x, w, ctx)
+        usual = choice.usual(ctx.problem(1024, 512, 2048), "in_kernel").tile.bn
+        assert [launch.constants["BN"] for launch in launches] == [128, usual, 128]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_tiles_for_hopper_fit_into_it(op):
+    """Each tile compiled for compute capability 9.0: nothing spilled, within 227 KB of shared memory, nothing for lint to find."""
+    from fluxlike.tools.lint import compiling, rules, variants
+
+    for tile in choice.tiles((9, 0), BF16):
+        x, w = dry.tensor((1024, 512), BF16), dry.tensor((512, 512), BF16)
+        with dry.recording((9, 0), 4) as launches:
+            if op == "gemm_rs":
+                rs = gemm_rs.create_gemm_rs_context(1024, 512, 2048)
+                rs.use(Choice("copy_engine", tile))
+                gemm_rs.gemm_rs(x, w, rs)
+            else:
+                ag = ag_gemm.create_ag_gemm_context(1024, 2048, 512)
+                ag.use(Choice("in_kernel", tile, pushers=16))
+                ag_gemm.ag_gemm(dry.tensor((256, 512), BF16), w, ag)
+            launch = compiling.launch_of(*launches[0])
+        built = compiling.build(launch, 90)
+        assert built.local == 0 and built.shared <= 227 << 10, (tile, built.local, built.shared)
+        assert not rules.lint_built(built, variants.spec_of(launch, 90)), tile

@@ -1,0 +1,456 @@
+"""Tuned choices: their files, broken, foreign and hostile; agreement of the ranks; FLUXLIKE_TUNE; the tool. `test_choice` has the
+candidates and the model."""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import AGCase, RSCase
+from ranks import run_fresh
+
+import fluxlike
+from fluxlike.ops import choice, tuned, tuning
+from fluxlike.ops.choice import Problem
+from fluxlike.ops.tuned import Entry, Machine
+from fluxlike.runtime import cpu, env, world
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = Machine("NVIDIA H200", (9, 0), 132)
+HERE = Machine("shm", (0, 0), 2)
+BF16 = torch.bfloat16
+
+
+def on_h200(op, m, n, k, ranks=4):
+    return Problem(op, (9, 0), 132, ranks, BF16, m, n, k)
+
+
+# files
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The file of the user's cache for this machine, nowhere near the real one."""
+    monkeypatch.setenv("FLUXLIKE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuned, "_warned", set())
+    path = tuned.cache_file(HERE)
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def test_the_cache_is_its_user_s(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLUXLIKE_CACHE_DIR", str(tmp_path / "new"))
+    path = tuned.store(HERE, [entry()])
+    assert path.parent == tmp_path / "new" / "tuned"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def entry(m=64, n=64, k=64, op="gemm_rs", ranks=2, us=5.0, **changes):
+    problem = Problem(op, HERE.capability, HERE.multiprocessors, ranks, BF16, m, n, k)
+    return Entry(problem, replace(choice.usual(problem, "copy_engine"), **changes), us)
+
+
+def loaded(caplog, ranks=2):
+    """What is loaded, twice, and the warnings."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fluxlike"):
+        found = tuned.known(HERE, "gemm_rs", BF16, ranks)
+        assert tuned.known(HERE, "gemm_rs", BF16, ranks) == found
+    return found, [record.getMessage() for record in caplog.records]
+
+
+def test_what_is_stored_is_loaded(cache, caplog):
+    assert loaded(caplog) == ({}, [])
+    assert tuned.store(HERE, [entry(), entry(k=32, subs=2)]) == cache
+    assert tuned.store(HERE, [entry(us=3.0, subs=4), entry(ranks=3)]) == cache
+    found, said = loaded(caplog)
+    assert {shape: made.subs for shape, made in found.items()} == {(64, 64, 64): 4, (64, 64, 32): 2} and not said
+    assert len(json.loads(cache.read_text())["entries"]) == 3
+    assert sorted(path.name for path in cache.parent.iterdir()) == [f".{cache.name}.lock", cache.name]
+
+
+def test_the_user_s_cache_is_over_the_shipped_table(cache):
+    problem = on_h200("gemm_rs", 8192, 8192, 28672)
+    shipped = tuned.known(H200, "gemm_rs", BF16, 4)
+    mine = replace(choice.usual(problem, "copy_engine"), subs=4)
+    assert shipped[problem.shape] != mine
+    tuned.store(H200, [Entry(problem, mine, 1400.0)])
+    assert tuned.known(H200, "gemm_rs", BF16, 4) == shipped | {problem.shape: mine}
+
+
+def a_table(**changes):
+    return {"format": 1, "machine": HERE.as_json(), "software": tuned.software(), "entries": []} | changes
+
+
+FILES = {
+    "empty": b"",
+    "no JSON": b"\x00\xff\xfe not JSON",
+    "cut off": json.dumps(a_table()).encode()[:-9],
+    "deep": b"[" * 100_000,
+    "a list": b"[]",
+    "a number": b"1" * 10_000,
+    "another format": json.dumps(a_table(format=2)).encode(),
+    "entries are no list": json.dumps(a_table(entries={"a": 1})).encode(),
+    "large": b" " * (tuned.MAX_BYTES + 1),
+    "another machine": json.dumps(a_table(machine=H200.as_json())).encode(),
+    "stale": json.dumps(a_table(software=tuned.software() | {"kernels": "0" * 16})).encode(),
+    "no software": json.dumps({"format": 1, "machine": HERE.as_json(), "entries": []}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_use_is_ignored_with_one_warning(name, cache, caplog):
+    cache.write_bytes(FILES[name])
+    found, said = loaded(caplog)
+    assert found == {} and len(said) == 1 and str(cache) in said[0] and "ignoring" in said[0]
+    tuned.store(HERE, [entry()])
+    assert loaded(caplog) == ({(64, 64, 64): entry().choice}, [])
+
+
+held = []
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a pipe that somebody holds open": lambda path: [os.mkfifo(path), held.append(os.open(path, os.O_RDWR))],
+    "a directory": os.mkdir,
+    "a device": lambda path: os.symlink("/dev/zero", path),
+    "a circle": lambda path: os.symlink(path, path),
+}
+
+
+@pytest.mark.parametrize("name", NO_FILES)
+def test_what_is_no_file_is_ignored_with_one_warning(name, cache, caplog):
+    NO_FILES[name](cache)
+    before = len(os.listdir("/proc/self/fd"))
+    found, said = loaded(caplog)
+    assert found == {} and len(said) == 1
+    assert len(os.listdir("/proc/self/fd")) == before
+    while held:
+        os.close(held.pop())
+
+
+def test_a_file_that_may_not_be_read_is_ignored(cache, caplog, monkeypatch):
+    tuned.store(HERE, [entry()])
+
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refused)
+    assert loaded(caplog)[0] == {}
+
+
+GOOD = entry().as_json()
+ENTRIES = {
+    "no object": 17,
+    "text": "gemm_rs",
+    "nothing": {},
+    "no choice": {name: value for name, value in GOOD.items() if name != "choice"},
+    "no size": GOOD | {"m": None},
+    "a negative size": GOOD | {"m": -64},
+    "true": GOOD | {"m": True},
+    "a huge size": GOOD | {"m": 10**30},
+    "half a choice": GOOD | {"choice": {"transport": "copy_engine"}},
+    "more than a choice": GOOD | {"choice": GOOD["choice"] | {"more": 1}},
+    "a list for a transport": GOOD | {"choice": GOOD["choice"] | {"transport": ["copy_engine"]}},
+    "an unknown transport": GOOD | {"choice": GOOD["choice"] | {"transport": "small\nand false"}},
+    "an unknown tile": GOOD | {"choice": GOOD["choice"] | {"bm": 48}},
+    "a tile too large": GOOD | {"choice": GOOD["choice"] | {"bm": 1 << 40}},
+    "a number as text": GOOD | {"choice": GOOD["choice"] | {"bm": "64"}},
+    "a fraction": GOOD | {"choice": GOOD["choice"] | {"bm": 64.0}},
+    "no warps": GOOD | {"choice": GOOD["choice"] | {"warps": 0}},
+    "three parts": GOOD | {"choice": GOOD["choice"] | {"subs": 3}},
+    "pushers without a push": GOOD | {"choice": GOOD["choice"] | {"pushers": 16}},
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_that_is_no_use_is_ignored_and_the_others_are_not(name, cache, caplog):
+    cache.write_text(json.dumps(a_table(entries=[ENTRIES[name], entry(k=32).as_json()])))
+    found, said = loaded(caplog)
+    assert found == {(64, 64, 32): entry(k=32).choice}
+    assert len(said) == 1 and "1 of its 2 entries" in said[0] and "\n" not in said[0]
+
+
+def test_two_writers_and_a_reader(cache, caplog):
+    """Nothing is lost and whoever reads sees a whole file."""
+    done, torn = threading.Event(), []
+
+    def write(which):
+        for i in range(15):
+            tuned.store(HERE, [entry(m=64 * (1 + 2 * i + which))])
+
+    def read():
+        while not done.is_set():
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    json.loads(cache.read_text())
+                except ValueError as error:
+                    torn.append(error)
+
+    writers, reader = [threading.Thread(target=write, args=(which,)) for which in (0, 1)], threading.Thread(target=read)
+    for thread in (reader, *writers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    reader.join()
+    assert not torn and {m for m, _, _ in loaded(caplog)[0]} == {64 * (1 + i) for i in range(30)}
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache, monkeypatch):
+    tuned.store(HERE, [entry()])
+    before = cache.read_bytes(), sorted(cache.parent.iterdir())
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, full)
+            with pytest.raises(OSError, match="No space"):
+                tuned.store(HERE, [entry(k=32)])
+        assert (cache.read_bytes(), sorted(cache.parent.iterdir())) == before
+
+
+def test_the_key_holds_what_matters(cache, monkeypatch, tmp_path):
+    files = {tuned.cache_file(m) for m in (HERE, H200, replace(H200, gpu="NVIDIA H100"), replace(H200, multiprocessors=114))}
+    versions = tuned.software()
+    assert set(versions) == {"triton", "fluxlike", "kernels"} and len(versions["kernels"]) == 16
+    for name in versions:
+        monkeypatch.setattr(tuned, "software", lambda name=name: versions | {name: "other"})
+        files.add(tuned.cache_file(HERE))
+    assert len(files) == 7
+    kernels = tmp_path / "kernels"
+    kernels.mkdir()
+    (kernels / "a.py").write_text("one")
+    monkeypatch.undo()
+    monkeypatch.setattr(tuned, "KERNELS", kernels)
+    digests = set()
+    for text in ("one", "two"):
+        (kernels / "a.py").write_text(text)
+        tuned.software.cache_clear()
+        digests.add(tuned.software()["kernels"])
+    tuned.software.cache_clear()
+    assert len(digests) == 2
+
+
+# the environment
+
+
+def test_tune_is_off_cached_or_on(monkeypatch):
+    monkeypatch.delenv("FLUXLIKE_TUNE", raising=False)
+    assert env.tune() == "cached"
+    for value in ("off", "cached", "on"):
+        monkeypatch.setenv("FLUXLIKE_TUNE", value)
+        assert env.tune() == value
+    for value in ("1", "ON", "always"):
+        monkeypatch.setenv("FLUXLIKE_TUNE", value)
+        with pytest.raises(ValueError, match=r"FLUXLIKE_TUNE=.*off, cached, on"):
+            env.tune()
+
+
+def test_where_the_cache_is(monkeypatch):
+    monkeypatch.setenv("FLUXLIKE_CACHE_DIR", "/a/b")
+    assert env.cache_dir() == Path("/a/b")
+    monkeypatch.delenv("FLUXLIKE_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for xdg, expected in (("/x", "/x/fluxlike"), ("x", "/home/somebody/.cache/fluxlike"), ("", "/home/somebody/.cache/fluxlike")):
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+        assert env.cache_dir() == Path(expected)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # no home
+    with pytest.raises(OSError, match="dev/null"):
+        tuned.store(HERE, [entry()])
+
+
+# ranks
+
+
+def differing_caches(group):
+    """Each rank has files of its own: rank 0's is what counts, for all. The last rank's is broken."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ["FLUXLIKE_CACHE_DIR"] += str(rank)
+    os.environ["FLUXLIKE_TUNE"] = "off" if rank == 1 else "cached"
+    rs, ag = RSCase(64, 48, [32] * size, BF16, 1, bias=True), AGCase(64, [32] * size, 48, BF16, 2)
+    wanted = {0: "copy_engine", 1: "in_kernel"}.get(rank, "copy_engine")
+    entries = []
+    for op, shape in (("gemm_rs", (64, 48, 32 * size)), ("ag_gemm", (64, 32 * size, 48))):
+        problem = Problem(op, (0, 0), env.cpu_programs(), size, BF16, *shape)
+        made = [c for c in choice.candidates(problem) if c.transport == wanted]
+        entries.append(Entry(problem, max(made, key=lambda c: (c.subs, c.tile.group_m, c.tile.bm * (1 - 2 * (rank % 2)))), 1.0))
+    path = tuned.store(Machine("shm", (0, 0), env.cpu_programs()), entries)
+    if rank == size - 1:
+        path.write_text("{")
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    taken = []
+    for op, case in (("gemm_rs", rs), ("ag_gemm", ag)):
+        make = getattr(fluxlike, f"create_{op}_context")
+        shape = (64, 48, 32 * size) if op == "gemm_rs" else (64, 32 * size, 48)
+        with make(*shape, dtype=BF16) as ctx:
+            for _ in range(2):
+                case.check(ctx, group, "copy_engine", *([] if op == "gemm_rs" else [True]))
+            taken.append(str(ctx.choose(ctx.problem(*shape))))
+    fluxlike.finalize()
+    return taken, [str(e.choice) for e in entries]
+
+
+def test_ranks_with_different_caches_agree():
+    outcomes = run_fresh(differing_caches, 3, {"FLUXLIKE_TIMEOUT_S": "20"})
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    assert all(outcome.value[0] == outcomes[0].value[1] for outcome in outcomes)
+    assert outcomes[1].value[1] != outcomes[0].value[1]
+
+
+class Peers:
+    """A `ControlGroup` of two, seen from rank 0; the other one's machine is ``other``."""
+
+    rank, size = 0, 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, value, what):
+        return [value, (self.other, *value[1:])]
+
+
+def test_ranks_on_different_machines_use_no_table(cache, caplog):
+    tuned.store(HERE, [entry()])
+    here = cpu.CpuExecutor()
+    assert here.programs == HERE.multiprocessors
+    for other, table in ((HERE, {(64, 64, 64): entry().choice}), (H200, {}), (replace(HERE, multiprocessors=1), {})):
+        caplog.clear()
+        found = tuned.agreed(Peers(other.as_json()), "gemm_rs", BF16, here)
+        assert (found.mode, found.table) == ("cached", table)
+        assert found.multiprocessors == min(2, other.multiprocessors)
+        assert bool(caplog.records) == (not table)
+
+
+def bad_value(group):
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    os.environ["FLUXLIKE_TUNE"] = "maybe" if dist.get_rank() == 0 else "on"
+    with pytest.raises(ValueError, match="FLUXLIKE_TUNE='maybe'"):
+        fluxlike.create_gemm_rs_context(64, 48, 64)
+    os.environ["FLUXLIKE_TUNE"] = "off"
+    fluxlike.create_gemm_rs_context(64, 48, 64).close()
+    fluxlike.finalize()
+
+
+def tuned_at_creation(group, sabotage):
+    """Tuned once; the calls after that are as ever. ``sabotage``: on one rank every launch of one kind of tile fails."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    launches, launch = [], cpu.CpuExecutor.launch
+
+    def watched(self, kernel, programs, args, constants, warps, stages):
+        launches.append(constants["GROUP_M"])
+        if sabotage and rank == 1 and constants["GROUP_M"] == 8:
+            raise RuntimeError("out of resource: shared memory")
+        launch(self, kernel, programs, args, constants, warps, stages)
+
+    cpu.CpuExecutor.launch = watched
+    tuning.MOST = 4
+    state = torch.get_rng_state()
+    found = []
+    for op, shape in (("gemm_rs", (32, 32, 16 * size)), ("ag_gemm", (32, 32 * size, 16))):
+        make = getattr(fluxlike, f"create_{op}_context")
+        counts = []
+        for _ in range(2):
+            before = len(launches)
+            with make(*shape, dtype=BF16) as ctx:
+                counts.append(len(launches) - before)
+                assert ctx.stats["calls"] == 0 and list(ctx.tuned.table) == [shape]
+                made = ctx.tuned.table[shape]
+                case = RSCase(32, 32, [16] * size, BF16, 1) if op == "gemm_rs" else AGCase(32, [32] * size, 16, BF16, 1)
+                case.check(ctx, group, made.transport, *([] if op == "gemm_rs" else [False]))
+        assert counts[0] > 4 and counts[1] == 0, counts
+        for other in ({"schedule": "in_kernel"}, {"dtype": torch.float32, "schedule": "copy_engine"}):
+            before = len(launches)
+            make(*shape, **{"dtype": BF16} | other).close()
+            assert len(launches) == before, "what the caller has decided is not tuned"
+        found.append(str(made))
+    before = len(launches)
+    fluxlike.create_gemm_rs_context(48, 32).close()  # K is not known
+    assert len(launches) == before and torch.equal(torch.get_rng_state(), state)
+    machine = tuned.machine_of(world.current().executor)
+    kept = [str(made) for op in ("gemm_rs", "ag_gemm") for made in tuned.known(machine, op, BF16, size).values()]
+    fluxlike.finalize()
+    return found, kept
+
+
+def test_a_wrong_value_is_an_error_on_all_ranks():
+    assert all(outcome.ok for outcome in run_fresh(bad_value, 2))
+
+
+@pytest.mark.parametrize("sabotage", (pytest.param(False, marks=pytest.mark.slow), True))
+def test_on_tunes_when_a_context_is_made(sabotage):
+    outcomes = run_fresh(tuned_at_creation, 2, {"FLUXLIKE_TUNE": "on", "FLUXLIKE_TIMEOUT_S": "20"}, sabotage=sabotage)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    found, kept = outcomes[0].value
+    assert outcomes[1].value[0] == found == kept and len(found) == 2
+    assert not sabotage or not any("group 8" in made for made in found)
+
+
+# the tool
+
+
+def run_tool(group, argv, sabotage):
+    from fluxlike.tools import bench_problems, tune
+
+    judge = bench_problems.Problem.judge
+
+    def judged(problem, method, result):
+        error, allowed = judge(problem, method, result)
+        return (float("nan") if method.startswith(sabotage) else error), allowed
+
+    if sabotage:
+        bench_problems.Problem.judge = judged
+    return tune.main(argv), fluxlike.is_initialized()
+
+
+def tool(argv, sabotage=""):
+    pytest.importorskip("rich")
+    outcomes = run_fresh(run_tool, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, argv=argv, sabotage=sabotage)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def test_the_tool_tunes_the_toy_shapes(tmp_path):
+    out = tmp_path / "tables" / "toy.json"
+    assert tool(["ag_gemm", "--suite", "toy", "--rounds", "1", "--most", "2", "--out", str(out)]) == [(0, False)] * 2
+    data = json.loads(out.read_text())
+    assert data["machine"]["gpu"] == "shm" and data["software"] == tuned.software()
+    assert {(e["m"], e["n"], e["k"]) for e in data["entries"]} == {(128, 64, 96), (64, 48, 64), (8, 128, 32)}
+    assert all(e["us"] > 0 and e["usual_us"] > 0 and e["ranks"] == 2 for e in data["entries"])
+    # the same file is heard as a shipped one, and as the cache of this machine
+    machine = Machine("shm", (0, 0), data["machine"]["multiprocessors"])
+    assert len(tuned._choices(out, machine, "ag_gemm", BF16, 2, strict=True)) == 3
+
+
+def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
+    out = tmp_path / "toy.json"
+    argv = ["gemm_rs", "--shapes", "32x32x32", "--rounds", "1", "--most", "3", "--out", str(out)]
+    assert tool(argv, sabotage="in_kernel") == [(1, False)] * 2
+    (one,) = json.loads(out.read_text())["entries"]
+    assert one["choice"]["transport"] == "copy_engine" and one["usual_us"] is None
+    argv[4] = "0"
+    with pytest.raises(SystemExit):
+        from fluxlike.tools import tune
+
+        tune.main(argv)
+
+
+def test_tables_from_records(tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    names = [f"2026-11-21-{op}-headline-R4.json" for op in ("gemm_rs", "ag_gemm")]
+    out = tmp_path / "h200.json"
+    assert tune.main(["from-records", *(str(ROOT / "docs" / "measured" / name) for name in names), "--out", str(out)]) == 0
+    (shipped,) = tuned.TABLES.glob("nvidia-h200-132-r4.json")
+    assert out.read_text() == shipped.read_text(), "the shipped table is not what its sources say"
+    (tmp_path / "bad.json").write_text("{}")
+    assert tune.main(["from-records", str(tmp_path / "bad.json"), "--out", str(out)]) == 1
+    assert "environment" in capsys.readouterr().err
