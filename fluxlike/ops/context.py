@@ -48,9 +48,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
             return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
-    schedules = ("auto", *choice.TRANSPORTS[op])
-    if schedule not in schedules:
-        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, schedules))}")
+    if schedule not in SCHEDULES:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
     return None
 
 
