@@ -16,10 +16,12 @@ from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
 from . import choice, cost, tiling, tuning, validate
-from .context import Context, Prepared, check_arguments, kept, resolve
+from .context import Context, Prepared, check_arguments, kept, resolve, wants_gradient
 
 #: Columns of a block that is pushed.
 PUSH_COLUMNS = 256
+#: A gather beside another launch goes by the copy engine if a shard has so many bytes.
+BESIDE_FROM = 4 << 20
 
 
 class AGGemmContext(Context):
@@ -110,11 +112,18 @@ def ag_gemm(
 
     Numerics: fp32 accumulation, one rounding; the same bits on every repeat.
 
+    Gradients and torch.compile: as `gemm_rs` says. The backward is a gemm_rs, with the shard gathered again beneath it if a
+    weight wants a gradient; with ``return_gathered`` the gathered input is kept instead, and itself carries no gradient.
+
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or K.
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    if torch.compiler.is_compiling() or wants_gradient(x_shard, weight, bias):
+        from . import library
+
+        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered=return_gathered)
     validate.context("ag_gemm", ctx, AGGemmContext)
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
@@ -134,6 +143,30 @@ def ag_gemm(
                 z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
+
+
+def gather_beside(
+    launch: Callable[[], None], x_shard: torch.Tensor, *, group: dist.ProcessGroup | None = None, m: int | None = None
+) -> torch.Tensor:
+    """all_gather(x_shard) [M, K] while ``launch`` runs: a call on the same group that uses no kept context of ag_gemm.
+
+    Shards from 4 MiB on go by copy engines, which start before ``launch`` and take no multiprocessor from it; smaller ones are
+    pushed before it. Either way ``launch`` waits for none of this, and only the copy out of the heap comes after it.
+    """
+    control = resolve(group)
+    nothing = x_shard.new_empty(0, x_shard.shape[1])
+    _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)
+    k = x_shard.shape[1]
+    with control.lock:
+        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=0)
+        validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
+        gathered = x_shard.new_empty(m, k)
+        if m and k:
+            _run(ctx, x_shard, [nothing], [None], [x_shard.new_empty(m, 0)], gathered, launch)
+        else:
+            ctx.record(M=m, K=k)
+            launch()
+    return gathered
 
 
 class _Plan(NamedTuple):
@@ -157,19 +190,23 @@ def _run(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    beside: Callable[[], None] | None = None,
 ) -> None:
+    """``beside``: what else is launched while the shards are on their way."""
     (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
-    kinds = rows, gathered is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
-    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered))
+    kinds = rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
+    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, beside is not None))
     slot = ctx.begin(plan.transport, plan.tile, M=m, K=k)
     shard, *operands = tiling.padded(operands, plan.padded)
 
     def launch(i: int) -> None:
         z, bias = results[i], biases[i]
         plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z))
+        if beside is not None:
+            beside()
 
     if plan.copies:
         # the first launch alone: what follows may have to compile, and the peers wait for this shard
@@ -189,6 +226,7 @@ def _plan(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    beside: bool,
 ) -> _Plan:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, rows, operands, biases, results, gathered)
@@ -197,6 +235,9 @@ def _plan(
     ld = tiling.round_up(k, 16)
     problem = ctx.problem(m, ctx.n, k)
     chosen = ctx.choose(problem)
+    if beside:  # a push by the kernel has no product of its own to hide under
+        large = full * ld * ctx.dtype.itemsize >= BESIDE_FROM
+        chosen = choice.choose(problem, "copy_engine" if large else "in_kernel", {})
     transport, subs = chosen.transport, chosen.subs
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)

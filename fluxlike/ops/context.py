@@ -426,6 +426,15 @@ def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
     return world.current().control_of(group)
 
 
+def wants_gradient(*operands: Any) -> bool:
+    """Whether autograd must record a call with these tensors, or lists of them."""
+    if not torch.is_grad_enabled():
+        return False
+    return any(
+        wants_gradient(*t) if isinstance(t, (list, tuple)) else getattr(t, "requires_grad", False) for t in operands if t is not None
+    )
+
+
 def kept(
     kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None, **hints: int
 ) -> Any:

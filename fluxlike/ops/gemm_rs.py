@@ -16,7 +16,7 @@ from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, tuning, validate
-from .context import Context, Prepared, check_arguments, kept, resolve
+from .context import Context, Prepared, check_arguments, kept, resolve, wants_gradient
 
 
 class GemmRSContext(Context):
@@ -112,11 +112,19 @@ def gemm_rs(
     Numerics: products and the sum over ranks in fp32, the sum in a fixed order (own rank, then r+1, r+2, …); partial sums of
     the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat.
 
+    Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op
+    ``torch.ops.fluxlike.gemm_rs`` (see `ops.library`), which takes neither ``ctx`` nor ``out``. The backward is an ag_gemm on the
+    same group, so all ranks must go backward, too. Other calls do not pay for it: they do not go through torch's dispatcher.
+
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N.
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    if torch.compiler.is_compiling() or wants_gradient(x, weight, bias):
+        from . import library
+
+        return library.gemm_rs(x, weight, bias, group, ctx, out)
     validate.context("gemm_rs", ctx, GemmRSContext)
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]

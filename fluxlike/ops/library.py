@@ -1,0 +1,224 @@
+"""The operations as custom ops of torch, ``torch.ops.fluxlike.*``: what autograd and torch.compile see of them.
+
+A schema cannot carry a group or a context. It carries the group's name ("" for the group given to fluxlike.init), and the
+call uses the context that is kept for that group. `fluxlike.gemm_rs` and `fluxlike.ag_gemm` come here by themselves when an
+input wants a gradient or when they are compiled; nobody need call an op by hand.
+
+Gradients. Each operation is the other's backward::
+
+    y = gemm_rs(x, w, b)     dx = all_gather(dy) · w      an ag_gemm that also returns the gathered dy,
+                             dw = gathered dyᵀ · x, db = its column sums: local products
+    z = ag_gemm(s, w, b)     ds = reduce_scatter(dz · w)  a gemm_rs; beneath it copy engines gather s again,
+                             dw = dzᵀ · gathered s, db = column sums of dz: local products
+
+So both transfers of a backward are hidden under its first product, and the second product has all it needs in local memory.
+The forward of ag_gemm saves its shard, not the gathered input, R times as large; ``return_gathered`` keeps that and spares the
+second gather. Several weights of one gather have one gemm_rs in the backward, of their concatenation.
+db of gemm_rs is the whole gradient on every rank, with the same bits, as its bias is the same on all ranks.
+
+Other ranks wait for each call, so a compiler may neither drop, merge nor reorder calls. The ops are registered with an
+ordered effect: torch threads a token through them, which keeps all of them in their order, on every rank the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from ..kernels.tiles import rows_of
+from ..runtime import world
+from . import ag_gemm as ag
+from . import gemm_rs as rs
+from .context import kept, resolve
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    """What a schema carries for a group."""
+    return "" if group is None else group.group_name
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    return _resolve_process_group(name) if name else None
+
+
+def _place(name: str) -> tuple[int, int]:
+    """Size of a group and this rank's place in it; without the connections that a fake tensor must not make."""
+    group = _group(name) or world.current().group
+    return group.size(), group.rank()
+
+
+def _rows(m: Any, name: str) -> Any:
+    """Rows of this rank of m. An even split is asked for first, so that a symbolic m keeps a simple shape, alike on all ranks."""
+    ranks, rank = _place(name)
+    return m // ranks if m % ranks == 0 else rows_of(m, ranks, rank)
+
+
+# -- gemm_rs --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fluxlike::gemm_rs", mutates_args=())
+def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    with torch.no_grad():
+        return rs.gemm_rs(x, weight, bias=bias, group=_group(group_name))
+
+
+@gemm_rs_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    return x.new_empty(_rows(x.shape[0], group_name), weight.shape[0])
+
+
+def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, ctx.group_name = inputs
+    ctx.m = x.shape[0]
+    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+
+
+def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    weights = [weight.T] if wants_x else []
+    results = ag_gemm_op(dy.contiguous(), weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name)
+    dx = results[0] if wants_x else None
+    dw = results[-1].T @ x if wants_weight else None
+    db = results[-1].sum(0) if wants_bias else None
+    return dx, dw, db, None
+
+
+gemm_rs_op.register_autograd(_gemm_rs_backward, setup_context=_save_gemm_rs)
+
+
+# -- ag_gemm --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fluxlike::ag_gemm", mutates_args=())
+def ag_gemm_op(
+    x_shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    m: int,
+    return_gathered: bool,
+    group_name: str,
+) -> list[torch.Tensor]:
+    """``biases``: one a weight, or none at all. The gathered input comes last; without weights it is all there is."""
+    group = _group(group_name)
+    if not weights:
+        return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
+    with torch.no_grad():
+        results = ag.ag_gemm(
+            x_shard, list(weights), bias=list(biases) or None, group=group, return_gathered=return_gathered, m=m
+        )
+    return [*results[0], results[1]] if return_gathered else results
+
+
+@ag_gemm_op.register_fake
+def _(
+    x_shard: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    m: int,
+    return_gathered: bool,
+    group_name: str,
+) -> list[torch.Tensor]:
+    columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
+    return [x_shard.new_empty(m, n) for n in columns]
+
+
+def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
+    x_shard, weights, _, ctx.m, ctx.kept, ctx.group_name = inputs
+    if ctx.kept:
+        ctx.mark_non_differentiable(output[-1])
+    source = None
+    if any(w.requires_grad for w in weights):
+        source = output[-1] if ctx.kept else x_shard
+    ctx.save_for_backward(source, *weights)
+
+
+def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    source, *weights = ctx.saved_tensors
+    wants_x, wants_weights, wants_biases, *_ = ctx.needs_input_grad
+    dzs = [dz.contiguous() for dz in grads[: len(weights)]]
+    gathered, dx = source, None
+    regather = any(wants_weights) and not ctx.kept
+    if wants_x:
+        dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        if regather:
+            dx, gathered = gemm_rs_gather_op(dz, weight.T, source, ctx.m, ctx.group_name)
+        else:
+            dx = gemm_rs_op(dz, weight.T, None, ctx.group_name)
+    elif regather:
+        gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name)[0]
+    dws = [dz.T @ gathered if wanted else None for dz, wanted in zip(dzs, wants_weights, strict=True)]
+    dbs = [dz.sum(0) if wanted else None for dz, wanted in zip(dzs, wants_biases, strict=False)]
+    return dx, dws, dbs, None, None, None
+
+
+ag_gemm_op.register_autograd(_ag_gemm_backward, setup_context=_save_ag_gemm)
+
+
+# -- the backward of ag_gemm ----------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fluxlike::gemm_rs_gather", mutates_args=())
+def gemm_rs_gather_op(
+    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
+    group = _group(group_name)
+    control = resolve(group)
+    y = []
+    with torch.no_grad(), control.lock:
+        # made now: the peers, too, must be free to meet when a context is made
+        ctx = kept(rs.GemmRSContext, control, x.dtype, {"max_m": x.shape[0], "n": weight.shape[0]}, group, k_here=x.shape[1])
+        gathered = ag.gather_beside(lambda: y.append(rs.gemm_rs(x, weight, ctx)), shard, group=group, m=m)
+    return y[0], gathered
+
+
+@gemm_rs_gather_op.register_fake
+def _(
+    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(_rows(x.shape[0], group_name), weight.shape[0]), shard.new_empty(m, shard.shape[1])
+
+
+for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op):
+    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
+
+
+# -- what fluxlike.gemm_rs and fluxlike.ag_gemm come to ---------------------------------------------------------------------
+
+
+def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
+    _no("gemm_rs", ctx=ctx, out=out)
+    return gemm_rs_op(x, weight, bias, name_of(group))
+
+
+def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, *, return_gathered: bool) -> Any:
+    _no("ag_gemm", ctx=ctx)
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
+        )
+    if all(b is None for b in biases):
+        biases = []
+    else:  # a list of an op holds tensors only
+        biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+    if m is None:
+        m = x_shard.shape[0] * _place(name_of(group))[0]
+    results = ag_gemm_op(x_shard, weights, biases, m, return_gathered, name_of(group))
+    result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
+    return (result, results[-1]) if return_gathered else result
+
+
+def _no(op: str, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{op}: {name}= is given to a call that autograd records or that is compiled, and which uses the context kept for its "
+                f"group and new tensors; leave {name} out, or call under torch.no_grad() and outside of torch.compile"
+            )
