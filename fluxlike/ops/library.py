@@ -34,6 +34,9 @@ from . import ag_gemm as ag
 from . import gemm_rs as rs
 from .context import kept, resolve
 
+#: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
+EVEN = -1
+
 
 def name_of(group: dist.ProcessGroup | None) -> str:
     """What a schema carries for a group."""
@@ -54,6 +57,10 @@ def _rows(m: Any, name: str) -> Any:
     """Rows of this rank of m. An even split is asked for first, so that a symbolic m keeps a simple shape, alike on all ranks."""
     ranks, rank = _place(name)
     return m // ranks if m % ranks == 0 else rows_of(m, ranks, rank)
+
+
+def _whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
+    return x_shard.shape[0] * _place(name)[0] if m == EVEN else m
 
 
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
@@ -102,8 +109,12 @@ def ag_gemm_op(
     return_gathered: bool,
     group_name: str,
 ) -> list[torch.Tensor]:
-    """``biases``: one a weight, or none at all. The gathered input comes last; without weights it is all there is."""
+    """``biases``: one a weight, or none at all. ``m``: rows of all ranks, EVEN if all have as many.
+
+    The gathered input comes last; without weights it is all there is.
+    """
     group = _group(group_name)
+    m = _whole(x_shard, m, group_name)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
     with torch.no_grad():
@@ -122,12 +133,14 @@ def _(
     return_gathered: bool,
     group_name: str,
 ) -> list[torch.Tensor]:
+    m = _whole(x_shard, m, group_name)
     columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
     return [x_shard.new_empty(m, n) for n in columns]
 
 
 def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
-    x_shard, weights, _, ctx.m, ctx.kept, ctx.group_name = inputs
+    x_shard, weights, _, _, ctx.kept, ctx.group_name = inputs
+    ctx.m = output[0].shape[0]
     if ctx.kept:
         ctx.mark_non_differentiable(output[-1])
     source = None
@@ -208,9 +221,7 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
         biases = []
     else:  # a list of an op holds tensors only
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    if m is None:
-        m = x_shard.shape[0] * _place(name_of(group))[0]
-    results = ag_gemm_op(x_shard, weights, biases, m, return_gathered, name_of(group))
+    results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group))
     result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
     return (result, results[-1]) if return_gathered else result
 
