@@ -17,8 +17,8 @@ _HOME = {
     "gemm_rs": "ops.gemm_rs",
     "create_ag_gemm_context": "ops.ag_gemm",
     "ag_gemm": "ops.ag_gemm",
-    "reference": "ops",
 }
+_MODULES = {"nn": ".nn", "reference": ".ops.reference"}
 __all__ = [
     "PeerTimeout",
     "__version__",
@@ -29,10 +29,12 @@ __all__ = [
     "gemm_rs",
     "init",
     "is_initialized",
+    "nn",
     "reference",
 ]
 
 if TYPE_CHECKING:
+    from . import nn
     from .ops import reference
     from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
     from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(_MODULES[name], __name__)
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'fluxlike' has no attribute {name!r}")
-    if name == "reference":
-        return import_module(".ops.reference", __name__)
     value = getattr(import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value

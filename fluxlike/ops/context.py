@@ -430,9 +430,7 @@ def wants_gradient(*operands: Any) -> bool:
     """Whether autograd must record a call with these tensors, or lists of them."""
     if not torch.is_grad_enabled():
         return False
-    return any(
-        wants_gradient(*t) if isinstance(t, (list, tuple)) else getattr(t, "requires_grad", False) for t in operands if t is not None
-    )
+    return any(wants_gradient(*t) if isinstance(t, (list, tuple)) else getattr(t, "requires_grad", False) for t in operands)
 
 
 def kept(

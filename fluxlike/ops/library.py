@@ -20,13 +20,12 @@ Other ranks wait for each call, so a compiler may neither drop, merge nor reorde
 ordered effect: torch threads a token through them, which keeps all of them in their order, on every rank the same.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..kernels.tiles import rows_of
 from ..runtime import world
@@ -43,13 +42,14 @@ def name_of(group: dist.ProcessGroup | None) -> str:
     return "" if group is None else group.group_name
 
 
-def _group(name: str) -> dist.ProcessGroup | None:
-    return _resolve_process_group(name) if name else None
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The group that `name_of` named."""
+    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined]
 
 
 def _place(name: str) -> tuple[int, int]:
     """Size of a group and this rank's place in it; without the connections that a fake tensor must not make."""
-    group = _group(name) or world.current().group
+    group = group_of(name) or world.current().group
     return group.size(), group.rank()
 
 
@@ -69,7 +69,7 @@ def _whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
 @torch.library.custom_op("fluxlike::gemm_rs", mutates_args=())
 def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
     with torch.no_grad():
-        return rs.gemm_rs(x, weight, bias=bias, group=_group(group_name))
+        return rs.gemm_rs(x, weight, bias=bias, group=group_of(group_name))
 
 
 @gemm_rs_op.register_fake
@@ -78,7 +78,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_na
 
 
 def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, ctx.group_name = inputs
+    x, weight, _, ctx.group_name = inputs
     ctx.m = x.shape[0]
     ctx.save_for_backward(x if weight.requires_grad else None, weight)
 
@@ -113,7 +113,7 @@ def ag_gemm_op(
 
     The gathered input comes last; without weights it is all there is.
     """
-    group = _group(group_name)
+    group = group_of(group_name)
     m = _whole(x_shard, m, group_name)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
@@ -180,7 +180,7 @@ def gemm_rs_gather_op(
     x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
-    group = _group(group_name)
+    group = group_of(group_name)
     control = resolve(group)
     y = []
     with torch.no_grad(), control.lock:
@@ -230,6 +230,6 @@ def _no(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
-                f"{op}: {name}= is given to a call that autograd records or that is compiled, and which uses the context kept for its "
-                f"group and new tensors; leave {name} out, or call under torch.no_grad() and outside of torch.compile"
+                f"{op}: {name}= is given to a call that autograd records or that is compiled; such a call uses the context kept "
+                f"for its group, and new tensors; leave {name} out, or call under torch.no_grad() and outside of torch.compile"
             )

@@ -1,0 +1,6 @@
+"""Tensor- and sequence-parallel layers, and styles for torch's parallelize_module, over gemm_rs and ag_gemm."""
+
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .styles import ColwiseParallel, RowwiseParallel
+
+__all__ = ["ColumnParallelLinear", "ColwiseParallel", "RowParallelLinear", "RowwiseParallel"]

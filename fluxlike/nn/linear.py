@@ -1,0 +1,254 @@
+"""Linear layers whose weight is spread over the ranks of a group, between activations whose sequence is.
+
+    x [B, S/R, in] -- ColumnParallelLinear: ag_gemm --> [B, S, out/R]      gathers the sequence
+    x [B, S, in/R] -- RowParallelLinear:    gemm_rs --> [B, S/R, out]      sums over ranks, scatters the sequence
+
+Tokens are rows to the operations, and a rank's rows lie together: its part of the sequence, for every sequence of the batch. With
+``sequence_dim=0`` ([S, B, …], or tokens [T, …]) or B = 1 that is how the whole lies in memory, too; otherwise one copy on the side
+of the whole brings rows from rank-major to batch-major order, or back.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..ops.ag_gemm import ag_gemm
+from ..ops.gemm_rs import gemm_rs
+from ..ops.library import group_of
+from ..runtime import world
+
+
+def rows_of_shard(x: torch.Tensor) -> torch.Tensor:
+    """[…, features] as rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def whole_from_rows(rows: torch.Tensor, shape: Sequence[int], dim: int, ranks: int) -> torch.Tensor:
+    """Rank-major rows of all ranks as the whole of shards of ``shape`` [… features], spread along ``dim``."""
+    if len(shape) == 2:
+        return rows
+    parts = rows.unflatten(0, (ranks, *shape[:-1]))
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def rows_from_whole(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
+    """The inverse: rank-major rows of a whole."""
+    if x.dim() > 2:
+        x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
+    return rows_of_shard(x)
+
+
+def check_sequence(layer: str, x: torch.Tensor, dim: int, ranks: int | None) -> None:
+    """x has features and a dimension of tokens before it, which the ranks share evenly if there are more dimensions."""
+    if x.dim() < 2 or (x.dim() > 2 and not 0 <= dim < x.dim() - 1):
+        raise ValueError(
+            f"{layer}: the input is {tuple(x.shape)} and sequence_dim={dim}; it must be [tokens, features], or have more "
+            "dimensions, of which sequence_dim is one before the last"
+        )
+    if ranks is not None and x.dim() > 2 and x.shape[dim] % ranks:
+        raise ValueError(
+            f"{layer}: dimension {dim} of the input {tuple(x.shape)}, the sequence, is not a multiple of the {ranks} ranks of the "
+            "group; pad the sequence, or pass tokens as [tokens, features], which may be any number"
+        )
+
+
+def check_divides(layer: str, name: str, size: int, ranks: int) -> None:
+    if size % ranks:
+        raise ValueError(
+            f"{layer}: {name}={size} is not a multiple of the {ranks} ranks of the group; pad it to "
+            f"{-(-size // ranks) * ranks}, or use a group whose size divides it"
+        )
+
+
+def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
+    """The operands in the dtype that torch.autocast wants of a linear layer, if it is on."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return [x, *others]
+    dtype = torch.get_autocast_dtype(kind)
+    return [t if t is None else t.to(dtype) for t in (x, *others)]
+
+
+def local(t: Any) -> Any:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def column_forward(
+    layer: str,
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    group: dist.ProcessGroup | None,
+    ranks: int,
+    dim: int,
+    m: int | None,
+    save_gathered: bool,
+) -> list[torch.Tensor]:
+    """What the layers and the styles do: one gather, a result for each weight."""
+    check_sequence(layer, x, dim, None)
+    x, *operands = autocast(x, *weights, *biases)
+    weights, biases = operands[: len(weights)], operands[len(weights) :]
+    keep = save_gathered and torch.is_grad_enabled()
+    results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep)
+    if keep:
+        results, _ = results
+    return [whole_from_rows(z, (*x.shape[:-1], z.shape[-1]), dim, ranks) for z in results]
+
+
+def row_forward(
+    layer: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup | None, ranks: int, dim: int
+) -> torch.Tensor:
+    check_sequence(layer, x, dim, ranks)
+    x, weight, bias = autocast(x, weight, bias)
+    y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group)
+    if x.dim() == 2:
+        return y
+    return y.unflatten(0, [size // ranks if i == dim else size for i, size in enumerate(x.shape[:-1])])
+
+
+class _InGroup(nn.Module):
+    """A layer of a group. A copy, or a pickle, names the group, as the group itself cannot be copied."""
+
+    def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
+        super().__init__()
+        self.group = group if group is not None else world.current().group
+        self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
+        self.sequence_dim = sequence_dim
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"group": self.group.group_name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state | {"group": group_of(state["group"])})
+
+    def extra_repr(self) -> str:
+        return f"tp_size={self.tp_size}, sequence_dim={self.sequence_dim}"
+
+    def _part(self, t: torch.Tensor, dim: int) -> nn.Parameter:
+        part = t.detach().chunk(self.tp_size, dim)[self.tp_rank]
+        return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=t.requires_grad)
+
+
+class ColumnParallelLinear(_InGroup):
+    """``nn.Linear`` with its rows of weight spread over the ranks, on an input whose sequence is: gathers it under the product.
+
+    Args:
+        in_features, bias, device, dtype: as nn.Linear. out_features: of all ranks together, a multiple of their number. A sequence
+            of them makes several weights that share one gather (gate and up; q, k and v), and the result a tuple.
+        group: the tensor-parallel group; the one given to fluxlike.init if None.
+        sequence_dim: the dimension of an input of three or more that is spread over the ranks; of [tokens, features] it is 0.
+        save_gathered: keep the gathered input for the backward, which then need not gather it again. Costs R times the
+            memory; by default the shard is kept.
+
+    Parameters: ``weights`` and ``biases``, this rank's rows [out_features / R, in_features] and [out_features / R] for each of
+    out_features. They are drawn as nn.Linear draws the whole ones: with one seed on all ranks the layer is that nn.Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_dim: int = 1,
+        save_gathered: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_dim)
+        several = isinstance(out_features, Sequence)
+        sizes: Sequence[int] = out_features if isinstance(out_features, Sequence) else [out_features]
+        for size in sizes:
+            check_divides("ColumnParallelLinear", "out_features", size, self.tp_size)
+        self._take([nn.Linear(in_features, size, bias, device=device, dtype=dtype) for size in sizes], several, save_gathered)
+
+    @classmethod
+    def from_linear(
+        cls, *linears: nn.Linear, group: dist.ProcessGroup | None = None, sequence_dim: int = 1, save_gathered: bool = False
+    ) -> "ColumnParallelLinear":
+        """This rank's part of whole layers, which all ranks have alike; of several the result is a tuple."""
+        self = cls.__new__(cls)
+        _InGroup.__init__(self, group, sequence_dim)
+        for linear in linears:
+            check_divides("ColumnParallelLinear", "out_features", linear.out_features, self.tp_size)
+        self._take(linears, len(linears) > 1, save_gathered)
+        return self
+
+    def _take(self, linears: Sequence[nn.Linear], several: bool, save_gathered: bool) -> None:
+        self.in_features, self.out_features = linears[0].in_features, tuple(linear.out_features for linear in linears)
+        self.several, self.save_gathered = several, save_gathered
+        self.weights = nn.ParameterList([self._part(linear.weight, 0) for linear in linears])
+        self.biases = nn.ParameterList([self._part(linear.bias, 0) for linear in linears if linear.bias is not None])
+        if len(self.biases) not in (0, len(linears)):
+            raise ValueError("ColumnParallelLinear: some of the layers have a bias and some have none; give them all one, or none")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
+
+    def forward(self, x: torch.Tensor, m: int | None = None) -> Any:
+        """x: this rank's part of the sequence, […, in_features]; the result has all of it, […, out_features / R].
+
+        ``m``: for [tokens, features], the tokens of all ranks, if the ranks have different numbers, split as torch.chunk splits.
+        """
+        weights, biases = list(self.weights), list(self.biases) or [None] * len(self.weights)
+        results = column_forward(
+            "ColumnParallelLinear", x, weights, biases, self.group, self.tp_size, self.sequence_dim, m, self.save_gathered
+        )
+        return tuple(results) if self.several else results[0]
+
+
+class RowParallelLinear(_InGroup):
+    """``nn.Linear`` with its columns of weight spread over the ranks: sums over them and scatters the sequence under the product.
+
+    Args:
+        in_features: of all ranks together, a multiple of their number. out_features, bias, device, dtype: as nn.Linear.
+        group, sequence_dim: as of ColumnParallelLinear.
+
+    Parameters: ``weight`` [out_features, in_features / R] and ``bias`` [out_features], the same on all ranks: it is added once, and
+    every rank gets its whole gradient. They are drawn as nn.Linear draws the whole ones.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sequence_dim: int = 1,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_dim)
+        check_divides("RowParallelLinear", "in_features", in_features, self.tp_size)
+        self._take(nn.Linear(in_features, out_features, bias, device=device, dtype=dtype))
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, group: dist.ProcessGroup | None = None, sequence_dim: int = 1
+    ) -> "RowParallelLinear":
+        """This rank's part of a whole layer, which all ranks have alike."""
+        self = cls.__new__(cls)
+        _InGroup.__init__(self, group, sequence_dim)
+        check_divides("RowParallelLinear", "in_features", linear.in_features, self.tp_size)
+        self._take(linear)
+        return self
+
+    def _take(self, linear: nn.Linear) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = self._part(linear.weight, 1)
+        bias = linear.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: the whole sequence, […, in_features / R]; the result is this rank's part of it, […, out_features]."""
+        return row_forward("RowParallelLinear", x, self.weight, self.bias, self.group, self.tp_size, self.sequence_dim)

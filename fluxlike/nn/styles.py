@@ -1,0 +1,134 @@
+"""Styles for ``torch.distributed.tensor.parallel.parallelize_module`` that put an nn.Linear on gemm_rs or ag_gemm.
+
+They do to the parameters what torch's styles of the same names do (DTensors: weight and bias sharded along dimension 0, or weight
+along 1 and bias replicated), so checkpoints, optimizers, FSDP2 and gradient clipping see what they know. What they change is the
+forward: torch gathers, then multiplies, or multiplies, then scatters; these do both at once.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .linear import check_divides, column_forward, local, row_forward
+
+
+class _Style(ParallelStyle):
+    """``sequence``: the layout of the activations that are spread along the sequence."""
+
+    def __init__(self, sequence: Placement, features: Placement, use_local_output: bool) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if not isinstance(sequence, Shard) or sequence.dim < 0:
+            raise ValueError(
+                f"fluxlike.nn.{name}: {sequence} is not Shard(d) of the sequence dimension d; for other layouts use "
+                f"torch.distributed.tensor.parallel.{name}"
+            )
+        if features != Shard(-1):
+            raise ValueError(f"fluxlike.nn.{name}: {features} is not Shard(-1), the features; use torch's {name} for other layouts")
+        self.sequence, self.use_local_output = sequence, use_local_output
+
+    def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
+        """Shard the parameters of a linear layer, and give it the forward of ``kind``."""
+        name = f"fluxlike.nn.{type(self).__name__}"
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{name}: the module is a {type(module).__name__}; it must be an nn.Linear with nn.Linear's own forward, which is "
+                "what is replaced; name its linear layers in the plan"
+            )
+        if mesh.ndim != 1:
+            raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, as mesh["tp"]')
+        check_divides(name, size, getattr(module, size), mesh.size())
+        for parameter, layout in layouts.items():
+            whole = getattr(module, parameter)
+            if whole is not None:
+                part = distribute_tensor(whole, mesh, [layout], src_data_rank=self.src_data_rank)
+                module.register_parameter(parameter, nn.Parameter(part, requires_grad=whole.requires_grad))
+        module.__class__ = type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {})
+        module.tp_mesh, module.tp_group = mesh, mesh.get_group()  # type: ignore[assignment]
+        module.sequence, module.use_local_output = self.sequence, self.use_local_output  # type: ignore[assignment]
+        return module
+
+
+class ColwiseParallel(_Style):
+    """An nn.Linear by ag_gemm: input spread along the sequence, gathered under the product; output spread along its features.
+
+    Args:
+        input_layouts: ``Shard(d)``, d the sequence dimension of an input of three or more; [tokens, features] is spread along 0
+            whatever d is. A plain tensor is taken to be this rank's part; a DTensor of another layout is redistributed.
+        output_layouts: ``Shard(-1)``. use_local_output: return this rank's part as a plain tensor, not a DTensor.
+    """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+    ) -> None:
+        super().__init__(input_layouts or Shard(1), output_layouts or Shard(-1), use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self._take(module, device_mesh, _Colwise, "out_features", {"weight": Shard(0), "bias": Shard(0)})
+
+
+class RowwiseParallel(_Style):
+    """An nn.Linear by gemm_rs: input spread along its features; output summed over ranks and spread along the sequence.
+
+    Args:
+        input_layouts: ``Shard(-1)``; a DTensor of another layout is redistributed.
+        output_layouts: ``Shard(d)``, as input_layouts of `ColwiseParallel`. use_local_output: as there.
+    """
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True
+    ) -> None:
+        super().__init__(output_layouts or Shard(1), input_layouts or Shard(-1), use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self._take(module, device_mesh, _Rowwise, "in_features", {"weight": Shard(1), "bias": Replicate()})
+
+
+class _Linear(nn.Module):
+    """A linear layer whose parameters are DTensors and whose forward is ours."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    tp_mesh: DeviceMesh
+    tp_group: Any
+    sequence: Shard
+    use_local_output: bool
+
+    def _dim(self, x: torch.Tensor) -> int:
+        return 0 if x.dim() == 2 else self.sequence.dim
+
+    def _input(self, x: torch.Tensor, layout: Placement) -> torch.Tensor:
+        """This rank's part of x."""
+        if isinstance(x, DTensor):
+            return x.redistribute(self.tp_mesh, [layout]).to_local()
+        return x
+
+    def _output(self, y: torch.Tensor, layout: Placement, shape: tuple[Any, ...]) -> torch.Tensor:
+        if self.use_local_output:
+            return y
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(y, self.tp_mesh, [layout], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class _Colwise(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dim = self._dim(x)
+        m = x.shape[0] if isinstance(x, DTensor) and x.dim() == 2 else None
+        x = self._input(x, Shard(dim))
+        weights, biases = [local(self.weight)], [local(self.bias)]
+        name = "fluxlike.nn.ColwiseParallel"
+        z = column_forward(name, x, weights, biases, self.tp_group, self.tp_mesh.size(), dim, m, False)[0]
+        return self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], self.weight.shape[0]))
+
+
+class _Rowwise(_Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
+        x = self._input(x, Shard(x.dim() - 1))
+        name = "fluxlike.nn.RowwiseParallel"
+        y = row_forward(name, x, local(self.weight), local(self.bias), self.tp_group, self.tp_mesh.size(), dim)
+        return self._output(y, Shard(dim), shape)

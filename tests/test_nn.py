@@ -1,0 +1,199 @@
+"""fluxlike.nn: layers and parallel styles against the unsharded model, alone, under FSDP2 and compiled."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import device, run_ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fluxlike
+
+HIDDEN, INNER = 12, 16
+
+
+class Feed(nn.Module):
+    """A block that uses every kind of layer: two that share an input, a sum over ranks, a norm on what is spread."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.gate, self.up = nn.Linear(HIDDEN, INNER, bias), nn.Linear(HIDDEN, INNER, bias)
+        self.down = nn.Linear(INNER, HIDDEN, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Sharded(nn.Module):
+    """Feed of fluxlike's layers."""
+
+    def __init__(self, whole: Feed, group: dist.ProcessGroup, dim: int, save_gathered: bool) -> None:
+        super().__init__()
+        self.norm = copy.deepcopy(whole.norm)
+        self.gate_up = fluxlike.nn.ColumnParallelLinear.from_linear(
+            whole.gate, whole.up, group=group, sequence_dim=dim, save_gathered=save_gathered
+        )
+        self.down = fluxlike.nn.RowParallelLinear.from_linear(whole.down, group=group, sequence_dim=dim)
+
+    def forward(self, x: torch.Tensor, m: int | None = None) -> torch.Tensor:
+        gate, up = self.gate_up(self.norm(x), m)
+        return x + self.down(F.silu(gate) * up)
+
+
+def model(bias: bool = True) -> Feed:
+    torch.manual_seed(3)
+    return Feed(bias).to(device())
+
+
+def close(actual, expected, what):
+    a, b = actual.detach().double(), expected.detach().double()
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
+
+
+def part_of(t, dim, size, rank):
+    """What torch.chunk gives a rank, which may be nothing."""
+    parts = t.chunk(size, dim)
+    return parts[rank] if rank < len(parts) else t.narrow(dim, 0, 0)
+
+
+def layers(group, shapes):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for shape, dim, save_gathered in shapes:
+        what = f"{shape} along {dim}"
+        whole = model().double()
+        x = torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device())
+        all_of_x = x.double().requires_grad_()
+        y = whole(all_of_x)
+        y.square().sum().backward()
+        ours = Sharded(model(), group, dim, save_gathered)
+        ours = copy.deepcopy(ours)
+        shard = part_of(x, dim, size, rank).clone().requires_grad_()
+        z = ours(shard, x.shape[0] if x.dim() == 2 else None)
+        close(z, part_of(y, dim, size, rank), what)
+        z.square().sum().backward()
+        close(shard.grad, part_of(all_of_x.grad, dim, size, rank), f"gradient of x, {what}")
+        for i, linear in enumerate((whole.gate, whole.up)):
+            close(ours.gate_up.weights[i].grad, linear.weight.grad.chunk(size)[rank], f"gradient of gate, up {what}")
+            close(ours.gate_up.biases[i].grad, linear.bias.grad.chunk(size)[rank], f"gradient of their bias, {what}")
+        close(ours.down.weight.grad, whole.down.weight.grad.chunk(size, 1)[rank], f"gradient of down, {what}")
+        close(ours.down.bias.grad, whole.down.bias.grad, f"gradient of the bias of down, {what}")
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_layers(world):
+    shapes = [((2, 12), 1, False), ((8, 3), 0, True), ((13,), 0, False), ((1, 8), 1, True), ((3,), 0, False)]
+    run_ranks(layers, world, shapes=shapes)
+
+
+def layer_draws(group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(1)
+    plain = [nn.Linear(8, 4 * size), nn.Linear(4 * size, 8, bias=False)]
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    column = fluxlike.nn.ColumnParallelLinear(8, 4 * size, group=group)
+    row = fluxlike.nn.RowParallelLinear(4 * size, 8, bias=False, group=group)
+    assert torch.equal(torch.rand(1), after)
+    assert torch.equal(column.weights[0], plain[0].weight.chunk(size)[rank])
+    assert torch.equal(column.biases[0], plain[0].bias.chunk(size)[rank])
+    assert torch.equal(row.weight, plain[1].weight.chunk(size, 1)[rank]) and row.bias is None
+    assert "in_features=8" in repr(column) and f"tp_size={size}" in repr(row)
+    x = torch.randn(2, 3, 8)
+    with torch.autocast(device().type, torch.bfloat16):
+        z = column(x.to(device()))
+    assert z.dtype == torch.bfloat16 and z.shape == (2, 3 * size, 4)
+
+
+def test_a_layer_is_the_plain_one_of_the_same_seed():
+    run_ranks(layer_draws, 2)
+
+
+PLAN = {"gate": "column", "up": "column", "down": "row"}
+
+
+def parallel(whole: Feed, mesh: DeviceMesh, dim: int = 1, local: bool = True) -> Feed:
+    styles = {
+        "column": fluxlike.nn.ColwiseParallel(input_layouts=Shard(dim)),
+        "row": fluxlike.nn.RowwiseParallel(output_layouts=Shard(dim), use_local_output=local),
+    }
+    return parallelize_module(whole, mesh, {name: styles[kind] for name, kind in PLAN.items()})
+
+
+def styled(group, shapes):
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    for shape, dim in shapes:
+        whole = model().double()
+        x = torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device())
+        all_of_x = x.double().requires_grad_()
+        y = whole(all_of_x)
+        y.square().sum().backward()
+        ours = parallel(model(), mesh, dim)
+        assert isinstance(ours.gate, nn.Linear)
+        shard = x.chunk(size, dim)[rank].clone().requires_grad_()
+        z = ours(shard)
+        close(z, y.chunk(size, dim)[rank], shape)
+        z.square().sum().backward()
+        close(shard.grad, all_of_x.grad.chunk(size, dim)[rank], shape)
+        for name, plain in whole.named_parameters():
+            if not name.startswith("norm"):
+                grad = dict(ours.named_parameters())[name].grad
+                assert isinstance(grad, DTensor)
+                close(grad.full_tensor(), plain.grad, f"gradient of {name}, {shape}")
+        assert set(ours.state_dict()) == set(whole.state_dict())
+    # DTensors in and out: any layout comes in, tokens of any number
+    ours = parallel(model(), mesh, 0, local=False)
+    whole = model()
+    tokens = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(6)).to(device())
+    for layout in (Shard(0), Replicate()):
+        x = DTensor.from_local(tokens, mesh, [Replicate()]).redistribute(mesh, [layout])
+        h = F.silu(ours.gate(x))
+        y = ours.down(h)
+        assert isinstance(y, DTensor) and y.placements == (Shard(0),) and y.shape == tokens.shape
+        close(y.full_tensor(), whole.down(F.silu(whole.gate(tokens))), "DTensor")
+
+
+def test_styles():
+    run_ranks(styled, 2, shapes=[((2, 12), 1), ((8, 3), 0), ((6,), 0)])
+
+
+def test_styles_of_four_ranks():
+    run_ranks(styled, 4, shapes=[((2, 12), 1)])
+
+
+def two_dimensional(group):
+    """Data parallel by FSDP2 around tensor parallel by the styles: some steps of training as one process does them."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, ours = model(), parallel(model(), mesh["tp"])
+    fully_shard(ours, mesh=mesh["dp"])
+    dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, whole))
+    for step in range(3):
+        x = torch.randn(4, 8, HIDDEN, generator=torch.Generator().manual_seed(step)).to(device())
+        loss = whole(x).square().sum() / 2
+        loss.backward()
+        part = ours(x.chunk(2)[dp].chunk(2, 1)[tp]).square().sum()  # FSDP2 makes the mean over dp
+        part.backward()
+        for p in ours.norm.parameters():  # each rank has seen its tokens only
+            dist.all_reduce(p.grad.to_local(), group=mesh["tp"].get_group())
+        total = part.detach() / 2
+        dist.all_reduce(total)
+        close(total, loss, f"loss of step {step}")
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, plain in whole.named_parameters():
+        close(dict(ours.named_parameters())[name].full_tensor(), plain, name)
+
+
+def test_fsdp_around_tensor_parallel():
+    run_ranks(two_dimensional, 4, makes_groups=True)
