@@ -8,6 +8,11 @@ from cases import same
 from ranks import device, ints, rows_slice, run_ranks
 
 import fluxlike
+from fluxlike.ops import ag_gemm as ag
+from fluxlike.ops import gemm_rs as rs
+from fluxlike.ops import library
+from fluxlike.ops.context import Context
+from fluxlike.runtime import world
 
 
 def numbers(shape, seed, dtype=torch.float32):
@@ -93,3 +98,138 @@ def test_gradients_of_ag_gemm(world):
         (16, [8], 8, "x", False), (10, [8], 8, "w", False), (12, [8], 8, "b", False), (0, [4], 4, "xw", False),
     ]  # fmt: skip
     run_ranks(ag_gradients, world, cases=cases[: 8 if world == 4 else 3])
+
+
+def beside_copies(group):
+    """Shards that copy engines carry are on their way while the gemm_rs of the backward runs."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    limit, Context.copy_engine_from = Context.copy_engine_from, 1
+    ag.AGGemmContext.copy_engine_from, before = 1, ag.AGGemmContext.copy_engine_from
+    seen = []
+    real = rs.gemm_rs
+
+    def spying(*args, **kwargs):
+        seen.append(dict(contexts[0].stats))
+        return real(*args, **kwargs)
+
+    try:
+        x, dz = numbers((37, 16), 1), numbers((37, 24), 2 + rank)
+        w = numbers((24, 16), 9)
+        mine = rows_slice(37, size, rank)
+        gathered = ag.gather_beside(lambda: None, x[mine], group=group, m=37)
+        assert torch.equal(gathered, x)
+        contexts = [world.current().cached[ag.AGGemmContext, library.name_of(group), torch.float32]]
+        before_call = dict(contexts[0].stats)
+        rs.gemm_rs = spying
+        dx, gathered = library.gemm_rs_gather_op(dz, w.T, x[mine], 37, library.name_of(group))
+        assert contexts[0].last_path.startswith("copy_engine")
+        assert torch.equal(gathered, x)
+        same(dx, sum(numbers((37, 24), 2 + r).double() @ w.double() for r in range(size))[mine].cpu(), "gemm_rs beside a gather")
+        assert len(seen) == 1 and seen[0]["launches"] == before_call["launches"] + 1, "the gather began before gemm_rs"
+        assert contexts[0].stats["launches"] == before_call["launches"] + 2, "and ended after it"
+        assert (contexts[0].stats["copies"] > before_call["copies"]) == (size > 1)
+    finally:
+        rs.gemm_rs = real
+        Context.copy_engine_from, ag.AGGemmContext.copy_engine_from = limit, before
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_the_gather_of_a_backward_is_beside_its_product(world):
+    run_ranks(beside_copies, world)
+
+
+# schemas and compilers
+
+
+def opchecks(group):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    name = library.name_of(group)
+    make = torch.Generator().manual_seed(rank)
+
+    def new(*shape):
+        return torch.randn(*shape, generator=make).to(device()).requires_grad_()
+
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    cases = [
+        (library.gemm_rs_op, (new(4 * size, 8), new(6, 8), new(6), name)),
+        (library.ag_gemm_op, (new(4, 8), [new(6, 8), new(2, 8)], [new(6), new(2)], library.EVEN, False, name)),
+        (library.ag_gemm_op, (new(2 - rank, 8), [new(6, 8)], [], 3, True, name)),
+    ]
+    for op, args in cases:
+        result = torch.library.opcheck(op, args, test_utils=checks)
+        assert set(result.values()) == {"SUCCESS"}, result
+    plain = [t.detach() for t in (new(4 * size, 8), new(6, 8), new(4, 3))]
+    torch.library.opcheck(library.gemm_rs_gather_op, (*plain, 4 * size, name), test_utils=checks)
+
+
+def test_opcheck():
+    run_ranks(opchecks, 2)
+
+
+def block(x, up, down, group):
+    h = fluxlike.ag_gemm(x, up, group=group)
+    fluxlike.gemm_rs(h, down, group=group)  # nobody uses it, and every rank takes part in it
+    return fluxlike.gemm_rs(h, down, group=group) + fluxlike.gemm_rs(h, down, group=group)
+
+
+def activated(x, up, down, group):
+    return fluxlike.gemm_rs(F.gelu(fluxlike.ag_gemm(x, up, group=group)), down, group=group)
+
+
+def total_calls():
+    return sum(context.stats["calls"] for context in world.current().cached.values())
+
+
+def compiled(group, backend, function, sizes, dynamic):
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # the ranks may have no children
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch._dynamo.reset()
+    function = {"block": block, "activated": activated}[function]
+    fast = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
+    up, down = (leaf(torch.randn(24, 16, generator=torch.Generator().manual_seed(rank + i)).to(device())) for i in (0, 50))
+    down = leaf(down.detach().T.contiguous())
+
+    def step(run, x):
+        leaves = [leaf(x), up, down]
+        for t in leaves:
+            t.grad = None
+        before = total_calls()
+        y = run(*leaves, group)
+        forward = total_calls() - before
+        y.square().sum().backward()
+        with torch.no_grad():
+            z = run(*leaves, group)
+        return [y.detach(), z, *[t.grad for t in leaves]], (forward, total_calls() - before)
+
+    for m in sizes:
+        x = torch.randn(m, 16, generator=torch.Generator().manual_seed(m)).to(device()).chunk(size)[rank]
+        step(function, x)  # the contexts are made
+        expected, calls = step(function, x)
+        step(fast, x)
+        got, compiled_calls = step(fast, x)
+        assert calls == compiled_calls, f"eager made {calls} calls, forward and in all, compiled {compiled_calls}"
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    return calls
+
+
+def test_compiled_makes_every_call():
+    """Also of what nobody uses, and of two that are the same."""
+    calls = run_ranks(compiled, 2, backend="aot_eager", function="block", sizes=[8], dynamic=None)
+    assert calls == [(4, 12)] * 2
+
+
+def test_compiled_by_inductor():
+    calls = run_ranks(compiled, 2, backend="inductor", function="block", sizes=[8], dynamic=None)
+    assert calls == [(4, 12)] * 2
+
+
+def test_compiled_for_any_number_of_rows():
+    run_ranks(compiled, 2, backend="aot_eager", function="activated", sizes=[8, 12, 20], dynamic=True)
+
+
+@pytest.mark.slow
+def test_compiled_with_what_inductor_fuses():
+    run_ranks(compiled, 4, backend="inductor", function="activated", sizes=[8, 16], dynamic=True)
