@@ -197,3 +197,141 @@ def two_dimensional(group):
 
 def test_fsdp_around_tensor_parallel():
     run_ranks(two_dimensional, 4, makes_groups=True)
+
+
+def saved_bytes(run, parameters):
+    """Bytes that autograd keeps of a forward, but for the parameters; and the forward's result."""
+    kept = {}
+
+    def pack(t):
+        storage = (t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = run()
+    own = {(p.to_local() if isinstance(p, DTensor) else p).untyped_storage().data_ptr() for p in parameters}
+    return sum(nbytes for start, nbytes in kept.items() if start not in own), result
+
+
+def memory(group):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    size = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    plan = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("gate", "up")}
+    plan["down"] = RowwiseParallel(output_layouts=Shard(1))
+    theirs, ours = parallelize_module(model(), mesh, plan), parallel(model(), mesh)
+    shard = torch.randn(2, 4, HIDDEN, device=device())
+    of_ours, y = saved_bytes(lambda: ours(shard.requires_grad_()), ours.parameters())
+    of_torch, z = saved_bytes(lambda: theirs(shard.requires_grad_()), theirs.parameters())
+    close(y, z, "torch's styles")
+    # torch keeps the gathered input of each column-parallel layer, these the shard, which the norm has, too
+    assert of_ours <= of_torch - (size - 1) * shard.nbytes
+    column = fluxlike.nn.ColumnParallelLinear(HIDDEN, INNER, group=group)
+    wide = fluxlike.nn.ColumnParallelLinear(HIDDEN, INNER, group=group, save_gathered=True)
+    assert saved_bytes(lambda: column(shard), column.parameters())[0] == shard.nbytes
+    assert saved_bytes(lambda: wide(shard), wide.parameters())[0] == shard.nbytes * size
+    row = fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group)
+    h = torch.randn(2, 4 * size, INNER // size, device=device()).requires_grad_()
+    assert saved_bytes(lambda: row(h), row.parameters())[0] == h.nbytes
+
+
+def test_what_is_kept_for_the_backward():
+    run_ranks(memory, 2)
+
+
+def compiled(group):
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    mesh = DeviceMesh.from_group(group, device().type)
+    torch._dynamo.reset()
+    for ours in (parallel(model(), mesh), Sharded(model(), group, 1, False)):
+        fast = torch.compile(ours, fullgraph=True, backend="aot_eager")
+        x = torch.randn(2, 4, HIDDEN, device=device())
+        results = []
+        for run in (ours, fast, fast):
+            y = run(x)
+            y.square().sum().backward()
+            results.append([y, *[p.grad for p in ours.parameters()]])
+            ours.zero_grad()
+        for got in results[1:]:
+            for a, b in zip(got, results[0], strict=True):
+                a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (a, b))
+                close(a, b, "compiled")
+
+
+def test_compiled_models():
+    run_ranks(compiled, 2)
+
+
+# errors
+
+
+def refused(group):
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    layers, linear = fluxlike.nn, nn.Linear(8, 2 * size + 1)
+    column, row = (kind(2 * size, 2 * size, group=group) for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear))
+    colwise, rowwise = layers.ColwiseParallel(), layers.RowwiseParallel()
+
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return -super().forward(x)
+
+    wrong = [
+        ("out_features=5 is not a multiple of the 2 ranks", lambda: layers.ColumnParallelLinear(8, 2 * size + 1, group=group)),
+        ("out_features=5 is not a multiple", lambda: layers.ColumnParallelLinear.from_linear(linear, group=group)),
+        ("in_features=5 is not a multiple of the 2 ranks", lambda: layers.RowParallelLinear(2 * size + 1, 8, group=group)),
+        ("some of the layers have a bias", lambda: layers.ColumnParallelLinear.from_linear(
+            nn.Linear(8, size), nn.Linear(8, size, bias=False), group=group)),
+        ("out_features=5 is not a multiple", lambda: parallelize_module(nn.Linear(8, 5), mesh, colwise)),
+        ("in_features=5 is not a multiple", lambda: parallelize_module(nn.Linear(5, 8), mesh, rowwise)),
+        ("is a LayerNorm", lambda: parallelize_module(nn.LayerNorm(8), mesh, colwise)),
+        ("is a Odd", lambda: parallelize_module(Odd(8, 8), mesh, colwise)),
+        ("torch.distributed.tensor.parallel.ColwiseParallel", lambda: layers.ColwiseParallel(input_layouts=Replicate())),
+        ("torch.distributed.tensor.parallel.RowwiseParallel", lambda: layers.RowwiseParallel(output_layouts=Shard(-1))),
+        ("is not Shard(-1), the features", lambda: layers.RowwiseParallel(input_layouts=Replicate())),
+        ("the sequence, is not a multiple of the 2 ranks", lambda: row(torch.randn(2, 2 * size + 1, 2))),
+        ("one before the last", lambda: column(torch.randn(2 * size))),
+        ("this rank holds", lambda: column(torch.randn(3, 2 * size), m=100)),
+        ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),
+        ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size))),
+        ("give at least one weight", lambda: fluxlike.ag_gemm(torch.randn(2, 4).requires_grad_(), [])),
+    ]  # fmt: skip
+    board = fluxlike.runtime.world.current().control_of(group).board
+    before = board._number
+    for message, call in wrong:
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert message in str(caught.value), f"rank {rank}: {caught.value}"
+    assert board._number == before, "an error came after the peers were told of a call"
+
+
+def test_errors():
+    run_ranks(refused, 2)
+
+
+def captured(group):
+    """A model that must make or grow a context in a graph capture, forward or backward, says what to do."""
+    executor = fluxlike.runtime.world.current().executor
+    column = fluxlike.nn.ColumnParallelLinear(HIDDEN, INNER, group=group)
+    row = fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group)
+    x = torch.randn(2, 4, HIDDEN, device=device())
+    row(column(x)).sum().backward()
+    executor.is_capturing = lambda: True
+    try:
+        row(column(x)).sum().backward()  # nothing has to grow
+        y = column(x)
+        wide = fluxlike.nn.RowParallelLinear(INNER, 4096, bias=False, group=group)
+        for call in (lambda: column(torch.randn(2, 2048, HIDDEN, device=device())), lambda: wide(y)):
+            with pytest.raises(RuntimeError, match="run this call once before the capture"):
+                call()
+    finally:
+        del executor.is_capturing
+    row(column(x)).sum().backward()
+
+
+def test_growing_in_a_capture():
+    run_ranks(captured, 2)
