@@ -115,15 +115,13 @@ def test_a_layer_is_the_plain_one_of_the_same_seed():
     run_ranks(layer_draws, 2)
 
 
-PLAN = {"gate": "column", "up": "column", "down": "row"}
-
-
-def parallel(whole: Feed, mesh: DeviceMesh, dim: int = 1, local: bool = True) -> Feed:
-    styles = {
-        "column": fluxlike.nn.ColwiseParallel(input_layouts=Shard(dim)),
-        "row": fluxlike.nn.RowwiseParallel(output_layouts=Shard(dim), use_local_output=local),
-    }
-    return parallelize_module(whole, mesh, {name: styles[kind] for name, kind in PLAN.items()})
+def parallel(whole: Feed, mesh: DeviceMesh, dim: int = 1, local: bool = True, shared: bool = False) -> Feed:
+    column = fluxlike.nn.ColwiseParallel(input_layouts=Shard(dim))
+    down = {"down": fluxlike.nn.RowwiseParallel(output_layouts=Shard(dim), use_local_output=local)}
+    if shared:
+        style = fluxlike.nn.SharedGather("gate", "up", input_layouts=Shard(dim))
+        return parallelize_module(parallelize_module(whole, mesh, style), mesh, down)
+    return parallelize_module(whole, mesh, {"gate": column, "up": column} | down)
 
 
 def styled(group, shapes):
@@ -135,8 +133,9 @@ def styled(group, shapes):
         all_of_x = x.double().requires_grad_()
         y = whole(all_of_x)
         y.square().sum().backward()
-        ours = parallel(model(), mesh, dim)
+        ours = parallel(model(), mesh, dim, shared=len(shape) == 2)
         assert isinstance(ours.gate, nn.Linear)
+        ours = copy.deepcopy(ours)
         shard = x.chunk(size, dim)[rank].clone().requires_grad_()
         z = ours(shard)
         close(z, y.chunk(size, dim)[rank], shape)
@@ -173,7 +172,7 @@ def two_dimensional(group):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
-    whole, ours = model(), parallel(model(), mesh["tp"])
+    whole, ours = model(), parallel(model(), mesh["tp"], shared=True)
     fully_shard(ours, mesh=mesh["dp"])
     dp, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, whole))
@@ -247,7 +246,7 @@ def compiled(group):
     torch._inductor.config.compile_threads = 1
     mesh = DeviceMesh.from_group(group, device().type)
     torch._dynamo.reset()
-    for ours in (parallel(model(), mesh), Sharded(model(), group, 1, False)):
+    for ours in (parallel(model(), mesh, shared=True), Sharded(model(), group, 1, False)):
         fast = torch.compile(ours, fullgraph=True, backend="aot_eager")
         x = torch.randn(2, 4, HIDDEN, device=device())
         results = []
@@ -298,8 +297,17 @@ def refused(group):
         ("this rank holds", lambda: column(torch.randn(3, 2 * size), m=100)),
         ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),
         ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size))),
+        ("name two or more", lambda: layers.SharedGather("gate")),
         ("give at least one weight", lambda: fluxlike.ag_gemm(torch.randn(2, 4).requires_grad_(), [])),
     ]  # fmt: skip
+    ours = parallel(model(), mesh, shared=True)
+    x = torch.randn(2, 2, HIDDEN)
+    ours.gate(x)
+    with pytest.raises(ValueError, match="up was called with another tensor"):
+        ours.up(x.clone())
+    ours.up(x)
+    with pytest.raises(ValueError, match="up was called with another tensor, or again, before gate took theirs"):
+        ours.up(x)
     board = fluxlike.runtime.world.current().control_of(group).board
     before = board._number
     for message, call in wrong:

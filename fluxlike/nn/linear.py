@@ -111,20 +111,26 @@ def row_forward(
     return y.unflatten(0, [size // ranks if i == dim else size for i, size in enumerate(x.shape[:-1])])
 
 
-class _InGroup(nn.Module):
+class InGroup(nn.Module):
     """A layer of a group. A copy, or a pickle, names the group, as the group itself cannot be copied."""
 
-    def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
-        super().__init__()
-        self.group = group if group is not None else world.current().group
-        self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
-        self.sequence_dim = sequence_dim
+    group: dist.ProcessGroup
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"group": self.group.group_name}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state | {"group": group_of(state["group"])})
+
+
+class _Layer(InGroup):
+    """What the layers of this file have in common."""
+
+    def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
+        super().__init__()
+        self.group = group if group is not None else world.current().group
+        self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
+        self.sequence_dim = sequence_dim
 
     def extra_repr(self) -> str:
         return f"tp_size={self.tp_size}, sequence_dim={self.sequence_dim}"
@@ -134,7 +140,7 @@ class _InGroup(nn.Module):
         return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=t.requires_grad)
 
 
-class ColumnParallelLinear(_InGroup):
+class ColumnParallelLinear(_Layer):
     """``nn.Linear`` with its rows of weight spread over the ranks, on an input whose sequence is: gathers it under the product.
 
     Args:
@@ -174,7 +180,7 @@ class ColumnParallelLinear(_InGroup):
     ) -> "ColumnParallelLinear":
         """This rank's part of whole layers, which all ranks have alike; of several the result is a tuple."""
         self = cls.__new__(cls)
-        _InGroup.__init__(self, group, sequence_dim)
+        _Layer.__init__(self, group, sequence_dim)
         for linear in linears:
             check_divides("ColumnParallelLinear", "out_features", linear.out_features, self.tp_size)
         self._take(linears, len(linears) > 1, save_gathered)
@@ -203,7 +209,7 @@ class ColumnParallelLinear(_InGroup):
         return tuple(results) if self.several else results[0]
 
 
-class RowParallelLinear(_InGroup):
+class RowParallelLinear(_Layer):
     """``nn.Linear`` with its columns of weight spread over the ranks: sums over them and scatters the sequence under the product.
 
     Args:
@@ -235,7 +241,7 @@ class RowParallelLinear(_InGroup):
     ) -> "RowParallelLinear":
         """This rank's part of a whole layer, which all ranks have alike."""
         self = cls.__new__(cls)
-        _InGroup.__init__(self, group, sequence_dim)
+        _Layer.__init__(self, group, sequence_dim)
         check_divides("RowParallelLinear", "in_features", linear.in_features, self.tp_size)
         self._take(linear)
         return self

@@ -5,6 +5,7 @@ along 1 and bias replicated), so checkpoints, optimizers, FSDP2 and gradient cli
 forward: torch gathers, then multiplies, or multiplies, then scatters; these do both at once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linear import check_divides, column_forward, local, row_forward
+from .linear import InGroup, check_divides, column_forward, local, row_forward
 
 
 class _Style(ParallelStyle):
@@ -48,7 +49,7 @@ class _Style(ParallelStyle):
                 part = distribute_tensor(whole, mesh, [layout], src_data_rank=self.src_data_rank)
                 module.register_parameter(parameter, nn.Parameter(part, requires_grad=whole.requires_grad))
         module.__class__ = type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {})
-        module.tp_mesh, module.tp_group = mesh, mesh.get_group()  # type: ignore[assignment]
+        module.tp_mesh, module.group = mesh, mesh.get_group()  # type: ignore[assignment]
         module.sequence, module.use_local_output = self.sequence, self.use_local_output  # type: ignore[assignment]
         return module
 
@@ -68,7 +69,33 @@ class ColwiseParallel(_Style):
         super().__init__(input_layouts or Shard(1), output_layouts or Shard(-1), use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self._take(module, device_mesh, _Colwise, "out_features", {"weight": Shard(0), "bias": Shard(0)})
+        self._take(module, device_mesh, _Colwise, "out_features", {"weight": Shard(0), "bias": Shard(0)})
+        module.shared = None  # type: ignore[assignment]
+        return module
+
+
+class SharedGather(ColwiseParallel):
+    """`ColwiseParallel` for linear layers of one module that are called with the same input: they share one gather.
+
+    ``parallelize_module(model, mesh, {"attention": SharedGather("wq", "wk", "wv"), "attention.wo": RowwiseParallel()})``
+
+    Args:
+        names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
+            take theirs; so all must be called in each forward, with the very same tensor. Other arguments: as ColwiseParallel's.
+    """
+
+    def __init__(self, *names: str, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        if len(names) < 2:
+            raise ValueError(f"fluxlike.nn.SharedGather: {len(names)} names; name two or more, or use ColwiseParallel for one")
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers = [super(SharedGather, self)._apply(module.get_submodule(name), device_mesh) for name in self.names]
+        shared = _Shared(layers, self.names)
+        for layer in shared.layers:
+            layer.shared = shared  # type: ignore[assignment]
+        return module
 
 
 class RowwiseParallel(_Style):
@@ -88,13 +115,12 @@ class RowwiseParallel(_Style):
         return self._take(module, device_mesh, _Rowwise, "in_features", {"weight": Shard(1), "bias": Replicate()})
 
 
-class _Linear(nn.Module):
+class _Linear(InGroup):
     """A linear layer whose parameters are DTensors and whose forward is ours."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     tp_mesh: DeviceMesh
-    tp_group: Any
     sequence: Shard
     use_local_output: bool
 
@@ -115,14 +141,49 @@ class _Linear(nn.Module):
 
 
 class _Colwise(_Linear):
+    shared: "_Shared | None"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.products(x, [self])[0] if self.shared is None else self.shared.take(self, x)
+
+    def products(self, x: torch.Tensor, layers: Sequence["_Colwise"]) -> list[torch.Tensor]:
+        """Of one gather of x, which is laid out as this layer's input."""
         dim = self._dim(x)
         m = x.shape[0] if isinstance(x, DTensor) and x.dim() == 2 else None
         x = self._input(x, Shard(dim))
-        weights, biases = [local(self.weight)], [local(self.bias)]
+        weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
         name = "fluxlike.nn.ColwiseParallel"
-        z = column_forward(name, x, weights, biases, self.tp_group, self.tp_mesh.size(), dim, m, False)[0]
-        return self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], self.weight.shape[0]))
+        zs = column_forward(name, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
+        return [
+            self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], layer.weight.shape[0]))
+            for z, layer in zip(zs, layers, strict=True)
+        ]
+
+
+class _Shared:
+    """Layers that share a gather, and what those that have not been called yet will take."""
+
+    def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
+        self.layers, self.names = list(layers), list(names)
+        self.input: torch.Tensor | None = None
+        self.waiting: dict[str, torch.Tensor] = {}
+
+    def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
+        name = next(name for name, other in zip(self.names, self.layers, strict=True) if other is layer)
+        if not self.waiting:
+            self.input = x
+            self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
+        elif self.input is not x or name not in self.waiting:
+            rest = ", ".join(self.waiting)
+            self.input, self.waiting = None, {}
+            raise ValueError(
+                f"fluxlike.nn.SharedGather: {name} was called with another tensor, or again, before {rest} took theirs; layers "
+                "that share a gather must all be called once with the same tensor, else give each a ColwiseParallel of its own"
+            )
+        result = self.waiting.pop(name)
+        if not self.waiting:
+            self.input = None
+        return result
 
 
 class _Rowwise(_Linear):
@@ -130,5 +191,5 @@ class _Rowwise(_Linear):
         dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
         x = self._input(x, Shard(x.dim() - 1))
         name = "fluxlike.nn.RowwiseParallel"
-        y = row_forward(name, x, local(self.weight), local(self.bias), self.tp_group, self.tp_mesh.size(), dim)
+        y = row_forward(name, x, local(self.weight), local(self.bias), self.group, self.tp_mesh.size(), dim)
         return self._output(y, Shard(dim), shape)

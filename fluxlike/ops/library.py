@@ -44,7 +44,7 @@ def name_of(group: dist.ProcessGroup | None) -> str:
 
 def group_of(name: str) -> dist.ProcessGroup | None:
     """The group that `name_of` named."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore[attr-defined]
+    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
 
 
 def _place(name: str) -> tuple[int, int]:
