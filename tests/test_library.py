@@ -216,13 +216,14 @@ def compiled(group, backend, function, sizes, dynamic):
     return calls
 
 
+@pytest.mark.slow
 def test_compiled_makes_every_call():
-    """Also of what nobody uses, and of two that are the same."""
     calls = run_ranks(compiled, 2, backend="aot_eager", function="block", sizes=[8], dynamic=None)
     assert calls == [(4, 12)] * 2
 
 
-def test_compiled_by_inductor():
+def test_compiled_by_inductor_makes_every_call():
+    """Also of what nobody uses, and of two that are the same."""
     calls = run_ranks(compiled, 2, backend="inductor", function="block", sizes=[8], dynamic=None)
     assert calls == [(4, 12)] * 2
 

@@ -166,13 +166,16 @@ class _Shared:
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
         self.layers, self.names = list(layers), list(names)
         self.input: torch.Tensor | None = None
+        self.first = ""
         self.waiting: dict[str, torch.Tensor] = {}
 
     def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
         name = next(name for name, other in zip(self.names, self.layers, strict=True) if other is layer)
-        if not self.waiting:
-            self.input = x
+        # the layer that began begins again: a checkpoint's second forward may end before all have taken theirs
+        if not self.waiting or name == self.first:
+            self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
+            self.input, self.first = x, name
         elif self.input is not x or name not in self.waiting:
             rest = ", ".join(self.waiting)
             self.input, self.waiting = None, {}

@@ -428,9 +428,14 @@ def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
 
 def wants_gradient(*operands: Any) -> bool:
     """Whether autograd must record a call with these tensors, or lists of them."""
-    if not torch.is_grad_enabled():
-        return False
-    return any(wants_gradient(*t) if isinstance(t, (list, tuple)) else getattr(t, "requires_grad", False) for t in operands)
+    if torch.is_grad_enabled():
+        for t in operands:  # in every call: plain and fast
+            if isinstance(t, torch.Tensor):
+                if t.requires_grad:
+                    return True
+            elif isinstance(t, (list, tuple)) and wants_gradient(*t):
+                return True
+    return False
 
 
 def kept(
