@@ -69,7 +69,7 @@ def arguments(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
         mine = call.rows(rank)
         layout = Layout(offset=3 if call.out == "offset" else 0)
         how["out"] = layout.place(mine.stop - mine.start, call.ns[rank], call.torch_dtype, 1).fill_(7)
-    if call.gradient:
+    if call.gradient and ctx is None and not call.out:  # what autograd records has contexts and results of its own
         for t in (args[0], *weights):
             t.requires_grad_()
     return args, how

@@ -31,6 +31,7 @@ from ..kernels.tiles import rows_of
 from ..runtime import world
 from . import ag_gemm as ag
 from . import gemm_rs as rs
+from . import validate
 from .context import kept, resolve
 
 #: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
@@ -206,6 +207,7 @@ for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op):
 
 def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
     _no("gemm_rs", ctx=ctx, out=out)
+    _tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_rs_op(x, weight, bias, name_of(group))
 
 
@@ -217,6 +219,9 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
         raise ValueError(
             f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
         )
+    _tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
+    if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
+        raise ValueError(f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many")
     if all(b is None for b in biases):
         biases = []
     else:  # a list of an op holds tensors only
@@ -224,6 +229,13 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
     results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group))
     result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
     return (result, results[-1]) if return_gathered else result
+
+
+def _tensors(op: str, operands: list[tuple[str, Any, int]]) -> None:
+    """What the dispatcher would call an error of the schema; all else is checked by the call itself."""
+    for name, t, dims in operands:
+        if t is not None and not isinstance(t, torch.Tensor):
+            validate.readable(op, name, t, dims, world.current().device)
 
 
 def _no(op: str, **arguments: Any) -> None:
