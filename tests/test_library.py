@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import same
+from faults import works
 from ranks import device, ints, rows_slice, run_ranks
 
 import fluxlike
@@ -106,7 +107,7 @@ def beside_copies(group):
     limit, Context.copy_engine_from = Context.copy_engine_from, 1
     ag.AGGemmContext.copy_engine_from, before = 1, ag.AGGemmContext.copy_engine_from
     seen = []
-    real = rs.gemm_rs
+    real = rs.call
 
     def spying(*args, **kwargs):
         seen.append(dict(contexts[0].stats))
@@ -120,7 +121,7 @@ def beside_copies(group):
         assert torch.equal(gathered, x)
         contexts = [world.current().cached[ag.AGGemmContext, library.name_of(group), torch.float32]]
         before_call = dict(contexts[0].stats)
-        rs.gemm_rs = spying
+        rs.call = spying
         dx, gathered = library.gemm_rs_gather_op(dz, w.T, x[mine], 37, library.name_of(group))
         assert contexts[0].last_path.startswith("copy_engine")
         assert torch.equal(gathered, x)
@@ -129,13 +130,33 @@ def beside_copies(group):
         assert contexts[0].stats["launches"] == before_call["launches"] + 2, "and ended after it"
         assert (contexts[0].stats["copies"] > before_call["copies"]) == (size > 1)
     finally:
-        rs.gemm_rs = real
+        rs.call = real
         Context.copy_engine_from, ag.AGGemmContext.copy_engine_from = limit, before
 
 
 @pytest.mark.parametrize("world", (2, 3))
 def test_the_gather_of_a_backward_is_beside_its_product(world):
     run_ranks(beside_copies, world)
+
+
+def disagreeing(group):
+    """One rank freezes its weight, so its backward is another call than that of the others: all are told."""
+    from fluxlike.runtime.errors import CallMismatch
+
+    rank = dist.get_rank(group)
+    x, w = torch.randn(4, 16, device=device()), torch.randn(8, 16, device=device())
+    z = fluxlike.ag_gemm(leaf(x), w.requires_grad_(rank > 0), group=group)
+    with pytest.raises(CallMismatch, match=r"ag_gemm.*gemm_rs|gemm_rs.*ag_gemm"):
+        z.sum().backward()
+    works(group)
+    w.requires_grad_()
+    w.grad = None
+    fluxlike.ag_gemm(leaf(x), w, group=group).sum().backward()
+    assert w.grad is not None
+
+
+def test_ranks_that_want_other_gradients():
+    run_ranks(disagreeing, 3)
 
 
 # schemas and compilers

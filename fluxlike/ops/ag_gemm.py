@@ -123,7 +123,20 @@ def ag_gemm(
     if torch.compiler.is_compiling() or wants_gradient(x_shard, weight, bias):
         from . import library
 
-        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered=return_gathered)
+        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered)
+    return call(x_shard, weight, ctx, bias, group, return_gathered, m)
+
+
+def call(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    ctx: AGGemmContext | None = None,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    group: dist.ProcessGroup | None = None,
+    return_gathered: bool = False,
+    m: int | None = None,
+) -> Any:
+    """`ag_gemm`, which autograd does not see."""
     validate.context("ag_gemm", ctx, AGGemmContext)
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)

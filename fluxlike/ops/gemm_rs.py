@@ -125,6 +125,18 @@ def gemm_rs(
         from . import library
 
         return library.gemm_rs(x, weight, bias, group, ctx, out)
+    return call(x, weight, ctx, bias, group, out)
+
+
+def call(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: GemmRSContext | None = None,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gemm_rs`, which autograd does not see."""
     validate.context("gemm_rs", ctx, GemmRSContext)
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]

@@ -69,8 +69,7 @@ def _whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
 
 @torch.library.custom_op("fluxlike::gemm_rs", mutates_args=())
 def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    with torch.no_grad():
-        return rs.gemm_rs(x, weight, bias=bias, group=group_of(group_name))
+    return rs.call(x, weight, bias=bias, group=group_of(group_name))
 
 
 @gemm_rs_op.register_fake
@@ -118,10 +117,7 @@ def ag_gemm_op(
     m = _whole(x_shard, m, group_name)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
-    with torch.no_grad():
-        results = ag.ag_gemm(
-            x_shard, list(weights), bias=list(biases) or None, group=group, return_gathered=return_gathered, m=m
-        )
+    results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m)
     return [*results[0], results[1]] if return_gathered else results
 
 
@@ -184,10 +180,10 @@ def gemm_rs_gather_op(
     group = group_of(group_name)
     control = resolve(group)
     y = []
-    with torch.no_grad(), control.lock:
+    with control.lock:
         # made now: the peers, too, must be free to meet when a context is made
         ctx = kept(rs.GemmRSContext, control, x.dtype, {"max_m": x.shape[0], "n": weight.shape[0]}, group, k_here=x.shape[1])
-        gathered = ag.gather_beside(lambda: y.append(rs.gemm_rs(x, weight, ctx)), shard, group=group, m=m)
+        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx)), shard, group=group, m=m)
     return y[0], gathered
 
 
@@ -211,7 +207,7 @@ def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
     return gemm_rs_op(x, weight, bias, name_of(group))
 
 
-def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, *, return_gathered: bool) -> Any:
+def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool) -> Any:
     _no("ag_gemm", ctx=ctx)
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
