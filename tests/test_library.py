@@ -12,7 +12,6 @@ import fluxlike
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
 from fluxlike.ops import library
-from fluxlike.ops.context import Context
 from fluxlike.runtime import world
 
 
@@ -104,34 +103,29 @@ def test_gradients_of_ag_gemm(world):
 def beside_copies(group):
     """Shards that copy engines carry are on their way while the gemm_rs of the backward runs."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    limit, Context.copy_engine_from = Context.copy_engine_from, 1
-    ag.AGGemmContext.copy_engine_from, before = 1, ag.AGGemmContext.copy_engine_from
-    seen = []
+    x, dz, w = numbers((37, 16), 1), numbers((37, 24), 2 + rank), numbers((24, 16), 9)
+    mine = rows_slice(37, size, rank)
+    assert torch.equal(ag.gather_beside(lambda: None, x[rows_slice(34, size, rank)], group=group, m=34), x[:34])
+    ctx = world.current().cached[ag.AGGemmContext, library.name_of(group), torch.float32]
+    before, seen = dict(ctx.stats), []
     real = rs.call
 
     def spying(*args, **kwargs):
-        seen.append(dict(contexts[0].stats))
+        seen.append(ctx.stats["launches"])
         return real(*args, **kwargs)
 
+    limit, ag.BESIDE_FROM = ag.BESIDE_FROM, 1
+    rs.call = spying
     try:
-        x, dz = numbers((37, 16), 1), numbers((37, 24), 2 + rank)
-        w = numbers((24, 16), 9)
-        mine = rows_slice(37, size, rank)
-        gathered = ag.gather_beside(lambda: None, x[mine], group=group, m=37)
-        assert torch.equal(gathered, x)
-        contexts = [world.current().cached[ag.AGGemmContext, library.name_of(group), torch.float32]]
-        before_call = dict(contexts[0].stats)
-        rs.call = spying
         dx, gathered = library.gemm_rs_gather_op(dz, w.T, x[mine], 37, library.name_of(group))
-        assert contexts[0].last_path.startswith("copy_engine")
-        assert torch.equal(gathered, x)
-        same(dx, sum(numbers((37, 24), 2 + r).double() @ w.double() for r in range(size))[mine].cpu(), "gemm_rs beside a gather")
-        assert len(seen) == 1 and seen[0]["launches"] == before_call["launches"] + 1, "the gather began before gemm_rs"
-        assert contexts[0].stats["launches"] == before_call["launches"] + 2, "and ended after it"
-        assert (contexts[0].stats["copies"] > before_call["copies"]) == (size > 1)
     finally:
         rs.call = real
-        Context.copy_engine_from, ag.AGGemmContext.copy_engine_from = limit, before
+        ag.BESIDE_FROM = limit
+    same(dx, sum(numbers((37, 24), 2 + r).double() @ w.double() for r in range(size))[mine].cpu(), "gemm_rs beside a gather")
+    assert torch.equal(gathered, x)
+    assert ctx.last_path.startswith("copy_engine") and ctx.stats["copies"] > before["copies"]
+    assert seen == [before["launches"] + 1], "the gather began before gemm_rs"
+    assert ctx.stats["launches"] == before["launches"] + 2, "and ended after it"
 
 
 @pytest.mark.parametrize("world", (2, 3))

@@ -66,8 +66,7 @@ def model(bias: bool = True) -> Feed:
 
 def close(actual, expected, what):
     a, b = actual.detach().double(), expected.detach().double()
-    limit = 2e-5 if device().type == "cpu" else 2e-2  # float32 products on GPUs are rounder
-    torch.testing.assert_close(a, b, rtol=limit, atol=limit, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
 
 
 def part_of(t, dim, size, rank):

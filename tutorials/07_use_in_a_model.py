@@ -18,7 +18,7 @@ What calls what, forward and backward:
   hand here. (torch's SequenceParallel style does it with DTensors.)
 
 The check: the unsharded model, which every rank trains beside it on all tokens, from the same weights. Loss by loss and, at the
-end, weight by weight they must agree: on a CPU to float32 rounding, on GPUs, whose float32 products are rounder, to 1 %.
+end, weight by weight they must agree: on a CPU to float32 rounding, on GPUs, whose float32 attention may be rounder, to 1 %.
 
 Run: bash scripts/launch.sh tutorials/07_use_in_a_model.py [--steps N] [--compile]
 """

@@ -171,7 +171,7 @@ def gather_beside(
     _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)
     k = x_shard.shape[1]
     with control.lock:
-        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=0)
+        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=cdiv(k, control.size))
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         gathered = x_shard.new_empty(m, k)
         if m and k:
