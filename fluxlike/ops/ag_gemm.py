@@ -247,10 +247,11 @@ def _plan(
     full = chunk_rows(m, ctx.size)
     ld = tiling.round_up(k, 16)
     problem = ctx.problem(m, ctx.n, k)
-    chosen = ctx.choose(problem)
     if beside:  # a push by the kernel has no product of its own to hide under
         large = full * ld * ctx.dtype.itemsize >= BESIDE_FROM
         chosen = choice.choose(problem, "copy_engine" if large else "in_kernel", {})
+    else:
+        chosen = ctx.choose(problem)
     transport, subs = chosen.transport, chosen.subs
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
