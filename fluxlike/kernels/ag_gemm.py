@@ -55,22 +55,25 @@ from .sync import (
     wait_credits,
 )
 from .tiles import dealt, own_tile, remote_tile, turns_before
+from .trace import COMPUTED, CREDITS, END, ENDING, GO, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
 @triton.jit
 def push_shard(
     x, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows, pushers, pieces,
-    max_flags, R: tl.constexpr, BM: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr, SELF: tl.constexpr,
+    max_flags, tasks, R: tl.constexpr, BM: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr, SELF: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """This rank's rows to slot ``rank`` of every peer, and SELF of its own, by vector stores of programs 0 … pushers-1. Sends (A).
 
     A task is one of the ``pieces`` (a range of columns) of one row of tiles, read once and stored to all peers. The program
     that ends the last piece of a row of tiles, counted in ``pushed``, sets the row's flag at the peers. The loads are
-    pipelined, because beside a GEMM they take far longer than on an idle GPU.
+    pipelined, because beside a GEMM they take far longer than on an idle GPU. ``tasks``: row of the first in what is traced.
     """
     width = tl.cdiv(tl.cdiv(K, pieces), PUSH_BK)
     slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * chunk_rows * ld
     for task in range(tl.program_id(0), tl.cdiv(rows, BM) * pieces, pushers):
+        record_begin(ctl, tasks + task, tl.program_id(0), R, TRACE)
         tile_m = task // pieces
         first = task % pieces * width
         across = tl.minimum(width, tl.cdiv(K, PUSH_BK) - first)
@@ -82,12 +85,14 @@ def push_shard(
             for step in tl.static_range(0 if SELF else 1, R):
                 there = peer_address(gathered_ptr, ctl, rank, (rank + R - step) % R) + slot_start
                 tl.store(there + r[:, None].to(tl.int64) * ld + ks[None, :], value, mask=inside)
+        record(ctl, tasks + task, STORED, R, TRACE)
         drain_stores(False)
         if tl.atomic_add(pushed + tile_m, 1, sem="acq_rel", scope="sys") == pieces - 1:
             tl.store(pushed + tile_m, 0)
             for step in tl.static_range(0 if SELF else 1, R):
                 flag = peer_address(flags, ctl, rank, (rank + R - step) % R) + rank * max_flags + tile_m
                 publish_set(flag, epoch, False)
+            record(ctl, tasks + task, SIGNAL, R, TRACE)
 
 
 @triton.jit
@@ -138,6 +143,7 @@ def ag_gemm_kernel(
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
@@ -157,16 +163,21 @@ def ag_gemm_kernel(
     per_chunk = unit_tiles_m * S * tiles_n
     k_tiles = tl.cdiv(K, BK)
     dtype = x_ptr.dtype.element_ty
+    me = per_chunk * R + program  # the row of this program in what is traced
+    record_program(ctl, me, R, TRACE)
     if first_launch != 0:  # it sends
         if COPY_ENGINE:
             if program == 0:
                 wait_credits(ctl, slot, rank, R)  # (C)
+                record(ctl, me, CREDITS, R, TRACE)
                 publish_set(go, 1, False)  # (B)
+                record(ctl, me, GO, R, TRACE)
         elif program < pushers:
             wait_credits(ctl, slot, rank, R)  # (C)
+            record(ctl, me, CREDITS, R, TRACE)
             push_shard(
                 x_ptr, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
-                pushers, pieces, max_flags, R, BM, PUSH_BM, PUSH_BK, False,
+                pushers, pieces, max_flags, per_chunk * R + programs, R, BM, PUSH_BM, PUSH_BK, False, TRACE,
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)
@@ -175,6 +186,7 @@ def ag_gemm_kernel(
     for turn in tl.range(done + 1, own_end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start)
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        record_begin(ctl, tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
             a = load_a(x, tile_m * BM, k * BK, rows, K, stride_x, BM, BK, TMA)
@@ -183,22 +195,26 @@ def ag_gemm_kernel(
         done += 1
         tile = dealt(done, program, programs, pushers, head_start)
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        record(ctl, tile, COMPUTED, R, TRACE)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
             here = out + rank.to(tl.int64) * chunk_rows * N
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, N, BM, BN)
+        record(ctl, tile, STORED, R, TRACE)
 
     end = turns_before(own_tiles + per_chunk * (R - 1), program, programs, pushers, head_start)
     done = own_end - 1
     for turn in tl.range(own_end, end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
         source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
+        record_begin(ctl, own_tiles + tile, program, R, TRACE)
         wait_rows(
             full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
             R, S, BM, COPY_ENGINE,
         )  # fmt: skip
+        record(ctl, own_tiles + tile, WAITS + 1, R, TRACE)
         tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
         last_row = tl.minimum(source * chunk_rows + chunk_rows, M)  # the next rows are of a shard that was not waited for
@@ -215,6 +231,7 @@ def ag_gemm_kernel(
         done += 1
         tile = dealt(done, program, programs, pushers, head_start) - own_tiles
         source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
+        record(ctl, own_tiles + tile, COMPUTED, R, TRACE)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
@@ -222,9 +239,12 @@ def ag_gemm_kernel(
             here = out + source.to(tl.int64) * chunk_rows * N
             valid = tl.minimum(chunk_rows, M - source * chunk_rows)
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
+        record(ctl, own_tiles + tile, STORED, R, TRACE)
 
+    record(ctl, me, ENDING, R, TRACE)
     if last_launch != 0:
         end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE, TMA)
+    record(ctl, me, END, R, TRACE)
 
 
 @triton.jit(do_not_specialize=["M", "K", "stride_x", "ld", "set_elements", "max_flags", "chunk_rows", "rank", "slot"])

@@ -177,7 +177,7 @@ def ag_gemm_stream_k_kernel(
         wait_credits(ctl, slot, rank, R)  # (C)
         push_shard(
             x_ptr, gathered_ptr, pushed, flags, ctl, epoch, slot, rank, rows, K, stride_x, ld, set_elements, chunk_rows,
-            pushers, pieces, max_flags, R, BM, PUSH_BM, PUSH_BK, True,
+            pushers, pieces, max_flags, 0, R, BM, PUSH_BM, PUSH_BK, True, False,
         )  # fmt: skip
 
     # the rows of tiles with rows of this shard only; M may end inside the last one

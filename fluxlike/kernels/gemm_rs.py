@@ -70,6 +70,7 @@ from .sync import (
     wait_credits,
 )
 from .tiles import own_tile, remote_tile
+from .trace import COMPUTED, CREDITS, END, ENDING, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
 @triton.jit
@@ -104,6 +105,7 @@ def gemm_rs_kernel(
     chunk_rows, rows, pitch, has_bias, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
@@ -125,7 +127,10 @@ def gemm_rs_kernel(
     per_chunk = unit_tiles_m * S * tiles_n
     k_tiles = tl.cdiv(K, BK)
     dtype = stage_ptr.dtype.element_ty
+    me = per_chunk * R + program  # the row of this program in what is traced
+    record_program(ctl, me, R, TRACE)
     wait_credits(ctl, slot, rank, R)  # (C)
+    record(ctl, me, CREDITS, R, TRACE)
 
     # ---- the other ranks' chunks ------------------------------------------------------------------------------------
     remote_tiles = per_chunk * (R - 1)
@@ -133,6 +138,7 @@ def gemm_rs_kernel(
     for tile in tl.range(program, remote_tiles, programs, flatten=True):
         owner, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, not COPY_ENGINE)
         row = owner * chunk_rows + tile_m * BM
+        record_begin(ctl, tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
             a = load_a(x, row, k * BK, M, K, stride_x, BM, BK, TMA)
@@ -141,8 +147,10 @@ def gemm_rs_kernel(
         # computed again rather than carried: the pipelined loop runs ahead of the epilogue
         done += programs
         owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, not COPY_ENGINE)
+        record(ctl, done, COMPUTED, R, TRACE)
         if COPY_ENGINE:
             publish_add(previous, TMA)  # (A)
+            record(ctl, done - programs, SIGNAL, R, TRACE)
             if TMA:
                 local.store([owner * pitch + tile_m * BM, tile_n * BN], acc.to(dtype))
             else:
@@ -150,16 +158,19 @@ def gemm_rs_kernel(
             previous = ready + unit
         else:
             publish_set(previous, epoch, False)  # (B)
+            record(ctl, done - programs, SIGNAL, R, TRACE)
             slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
             there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
             valid = tl.minimum(chunk_rows, M - owner * chunk_rows)
             store_block(there, acc.to(dtype), tile_m * BM, tile_n * BN, valid, ld, ld, BM, BN)
             previous = peer_address(flags, ctl, rank, owner) + rank * max_flags + tile_m * tiles_n + tile_n
+        record(ctl, done, STORED, R, TRACE)
     if R > 1:
         if COPY_ENGINE:
             publish_add(previous, TMA)  # (A)
         else:
             publish_set(previous, epoch, False)  # (B)
+        record(ctl, done, SIGNAL, R, TRACE)
 
     # ---- the own chunk ----------------------------------------------------------------------------------------------
     own_tiles = tl.where(rows > 0, per_chunk, 0)
@@ -167,6 +178,7 @@ def gemm_rs_kernel(
     done = first - programs
     for tile in tl.range(first, own_tiles, programs, flatten=True):
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        record_begin(ctl, remote_tiles + tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
             a = load_a(x, rank * chunk_rows + tile_m * BM, k * BK, M, K, stride_x, BM, BK, TMA)
@@ -176,6 +188,7 @@ def gemm_rs_kernel(
         tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
         row = tile_m * BM
         column = tile_n * BN
+        record(ctl, remote_tiles + done, COMPUTED, R, TRACE)
         for step in tl.static_range(1, R):  # (B)
             source = (rank + step) % R
             if COPY_ENGINE:
@@ -184,6 +197,7 @@ def gemm_rs_kernel(
             else:
                 signal = flags + source * max_flags + tile_m * tiles_n + tile_n
                 wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
+            record(ctl, remote_tiles + done, WAITS + step, R, TRACE)
         tma_acquire(TMA)
         acc = add_bias(acc, bias, has_bias, column, N, BN)
         # by halves, so that accumulator and partial fit in registers together
@@ -200,9 +214,12 @@ def gemm_rs_kernel(
             out.store([row, column], right.to(dtype))
         else:
             store_block(out, right.to(dtype), row, column, rows, N, N, BM, HALF)
+        record(ctl, remote_tiles + done, STORED, R, TRACE)
 
     # ---- the end of the call ----------------------------------------------------------------------------------------
+    record(ctl, me, ENDING, R, TRACE)
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
             reset(full, slot, R)
         finish(ctl, slot, rank, epoch, R)  # (D)
+    record(ctl, me, END, R, TRACE)

@@ -13,6 +13,7 @@ Control block, words (see `ops.context` for who fills it)::
     TIMEOUT     nanoseconds that a wait may last
     REPORT      address of the failure record (host memory that the device can write)
     SCRATCH     a word that may be signalled in vain (the first deferred signal of a program goes there)
+    TIMES       address of the times that a traced kernel writes down (`trace`)
     BASES+i     address, as mapped on this rank, of rank i's block of the symmetric heap
 
 Signal head of the symmetric block, int64 words: word 0 is the abort word (1 + the rank that gave up first), word
@@ -39,7 +40,8 @@ FAILED = tl.constexpr(4)
 TIMEOUT = tl.constexpr(5)
 REPORT = tl.constexpr(6)
 SCRATCH = tl.constexpr(7)
-BASES = tl.constexpr(8)
+TIMES = tl.constexpr(8)
+BASES = tl.constexpr(9)
 
 ABORT = tl.constexpr(0)
 CONSUMED = tl.constexpr(1)

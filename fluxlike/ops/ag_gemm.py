@@ -318,7 +318,7 @@ def _gemms(
     constants = dict(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, TRACE=ctx.trace is not None,
     )  # fmt: skip
     return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
 

@@ -19,6 +19,7 @@ from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
 from . import choice, tiling, tuned
+from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a caller may ask for: what auto chooses from, and what it does not choose, as it has not been measured.
@@ -88,6 +89,8 @@ class Context:
         self.tuned = tuned.agreed(control, op, dtype, executor)
         self.use(None)
         self._copies: dict[Hashable, int] = {}
+        #: What the kernels of the calls write their times to (`trace.begin`); None: they are compiled without.
+        self.trace: Trace | None = None
         ranks = self.size
         self.max_flags = flags
         self.set_elements = tiling.round_up(data, 128)
@@ -175,6 +178,11 @@ class Context:
             known = self._plans[key] = self._planned, make()
         return known
 
+    def forget_plans(self) -> None:
+        """Calls of every kind are planned anew from now on."""
+        self._plans_of.clear()
+        self.use(self._used)
+
     def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling) -> None:
         """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
         self.stats["launches"] += 1
@@ -188,11 +196,14 @@ class Context:
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: tiling.Tiling, varying: tuple[int, ...]
     ) -> Prepared:  # fmt: skip
         """A persistent launch, to be made with the tensors of each call at the positions ``varying`` of ``args``."""
+        before = None if self.trace is None else self.trace.prepared(kernel, programs, args, constants)
         run = self.world.executor.prepare(kernel, programs, args, constants, tile.warps, tile.stages, varying)
 
         def launch(tensors: Sequence[torch.Tensor]) -> None:
             self.stats["launches"] += 1
             try:
+                if before is not None:
+                    before()
                 self.stats["direct"] += run(tensors)
             except BaseException as error:
                 self._broken(error)
@@ -219,6 +230,9 @@ class Context:
                 self._copies.clear()
             self._copies[key] = self.stats["copies"] - before
 
+        if self.trace is not None:
+            self.trace.copies.clear()
+            key = None  # the copies of a graph have no times
         before = self.stats["copies"]
         try:
             self.world.executor.overlapped(self.engine, launch, key, counted, stuck)
@@ -229,8 +243,11 @@ class Context:
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
         """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""
+        begun = None if self.trace is None else self.engine.stamp()
         self.engine.copy(to, pitch_to, source, pitch_source, width, rows)
         self.engine.write(flag, 1)
+        if self.trace is not None:
+            self.trace.copied(flag, width * rows, begun, self.engine.stamp())
         self.stats["copies"] += 1
 
     def peer_data(self, peer: int, element: int) -> int:
@@ -241,6 +258,12 @@ class Context:
         """Address of ``peer``'s flag for a sub-chunk of this rank; `sync.full_flag` is the same on the device."""
         index = (slot * self.size + self.rank) * tiling.MAX_SUBS + sub
         return self.block.addresses[peer] + self.offsets["full"] + 4 * index
+
+    def told_by(self, flag: int) -> tuple[int, int]:
+        """(peer, sub-chunk) of a flag's address, as `peer_full` gives it."""
+        places = [(flag - address - self.offsets["full"]) // 4 for address in self.block.addresses]
+        peer = next(peer for peer, place in enumerate(places) if 0 <= place < self.full.numel())
+        return peer, places[peer] % tiling.MAX_SUBS
 
     def problem(self, m: int, n: int, k: int) -> choice.Problem:
         """A call, as far as its ranks have it in common; sizes of the whole problem."""

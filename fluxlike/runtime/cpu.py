@@ -79,6 +79,12 @@ class CpuCopyEngine:
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         self._queue(lambda: self._copy(to, pitch_to, source, pitch_source, width, rows))
 
+    def stamp(self) -> list[int]:
+        """When what was queued so far is done, this holds the time; for `CpuExecutor.nanoseconds`."""
+        reading: list[int] = []
+        self._queue(lambda: reading.append(time.monotonic_ns()))
+        return reading
+
     # What the thread does; a subclass may look on.
 
     def _queue(self, job: Callable[[], None]) -> None:
@@ -147,6 +153,14 @@ class CpuExecutor:
 
     def synchronize(self) -> None:
         """Launches are synchronous."""
+
+    def stamp(self) -> list[int]:
+        """The time now; for `nanoseconds`."""
+        return [time.monotonic_ns()]
+
+    def nanoseconds(self, since: list[int], until: list[int]) -> int:
+        """From one stamp to another, of this executor or of its copy engines."""
+        return until[0] - since[0]
 
     def is_capturing(self) -> bool:
         return False

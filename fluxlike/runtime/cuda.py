@@ -138,6 +138,13 @@ class CudaCopyEngine:
         """Set the 32-bit word at ``address``, after and ordered behind all that was queued before."""
         self._batch.append(_memory_operation("write", address, value))
 
+    def stamp(self) -> torch.cuda.Event:
+        """The time when all that was queued before is done; for `CudaExecutor.nanoseconds`. Not for jobs that become a graph."""
+        self._flush()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
     def _flush(self) -> None:
         if self._batch:
             _check(self._cu.cuStreamBatchMemOp(self._raw, len(self._batch), self._batch, 0), "cuStreamBatchMemOp")
@@ -251,6 +258,16 @@ class CudaExecutor:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def stamp(self) -> torch.cuda.Event:
+        """The time when all that the current stream holds so far is done; for `nanoseconds`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def nanoseconds(self, since: torch.cuda.Event, until: torch.cuda.Event) -> int:
+        """From one stamp to another, of this executor or of its copy engines; both are in the past."""
+        return round(since.elapsed_time(until) * 1e6)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

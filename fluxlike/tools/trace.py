@@ -1,0 +1,149 @@
+"""`python -m fluxlike trace {gemm_rs,ag_gemm}`: what every program of every rank does when, in one call. Start it with launch.sh."""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import fluxlike
+
+from ..ops import trace as tracing
+from ..ops.context import SCHEDULES
+from ..runtime import world
+from . import trace_events, trace_report
+from .bench_peers import Failed, Lost, Peers
+from .bench_problems import PROBLEMS, Problem, indivisible, parse_shapes
+from .bench_report import Shape, environment
+
+#: The first shapes of bench's headline suite.
+GPU_SHAPES = {"gemm_rs": Shape(8192, 8192, 28672), "ag_gemm": Shape(8192, 57344, 8192)}
+
+
+def cpu_shape(op: str, ranks: int) -> Shape:
+    """Two rows and two columns of tiles a chunk, for the interpreter."""
+    return Shape(128 * ranks, 128, 64 * ranks) if op == "gemm_rs" else Shape(128 * ranks, 128 * ranks, 64)
+
+
+class Tracer:
+    """The traces of one run."""
+
+    def __init__(self, asked: argparse.Namespace, peers: Peers, device: torch.device) -> None:
+        self.asked, self.peers, self.device = asked, peers, device
+        self.calls = asked.calls or (20 if device.type == "cuda" else 2)
+
+    def shape(self, shape: Shape) -> tuple[str, list[tracing.Traced]]:
+        """The path of the last of some calls, and what each rank has written down of it. Failed if a result is wrong."""
+        problem: Problem = self.peers.attempt(lambda: PROBLEMS[self.asked.op](shape, getattr(torch, self.asked.dtype), self.device, self.peers))
+        try:
+            self.peers.attempt(problem.know_torch)
+        except Failed as failure:
+            if not failure.everywhere:
+                raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
+            raise
+        context = self.peers.attempt(functools.partial(problem.context, self.asked.schedule))
+        trace = tracing.begin(context)
+
+        def called(calls: int) -> torch.Tensor:
+            problem.spoil()
+            for _ in range(calls):
+                result = problem.ours(context)
+            context.check()
+            return result
+
+        def right(result: torch.Tensor) -> None:
+            error, allowed = problem.judge(self.asked.schedule, result)
+            if not error <= allowed:
+                raise ValueError(f"a wrong result: error {error:.2g}, allowed {allowed:.2g}")
+
+        self.peers.attempt(lambda: called(1))  # it compiles
+        self.peers.barrier()
+        result = self.peers.attempt(lambda: called(self.calls))
+        self.peers.attempt(lambda: right(result))
+        traced = self.peers.attempt(trace.read)
+        path = context.last_path
+        context.close()
+        return path, [tracing.Traced(*part[:3], tracing.Clock(*part[3])) for part in self.peers.gather(traced)]
+
+    def run(self, arguments: Sequence[str]) -> int:
+        """Every shape; the exit status. Rank 0 speaks and writes."""
+        asked, loud = self.asked, self.peers.rank == 0
+        out = Path(asked.out)
+        self.peers.attempt(lambda: out.mkdir(parents=True, exist_ok=True) if loud else None)
+        stamp = environment(arguments, "trace") if loud else {}
+        status = 0
+        for shape in asked.shapes or [GPU_SHAPES[asked.op] if self.device.type == "cuda" else cpu_shape(asked.op, self.peers.size)]:
+            why = indivisible(asked.op, shape, self.peers.size)
+            try:
+                if why is not None:
+                    raise Failed([why] * self.peers.size)
+                path, ranks = self.shape(shape)
+                self.peers.attempt(lambda: self.report(shape, path, ranks, stamp, out) if loud else None)
+            except Failed as failure:
+                status = 1
+                if loud:
+                    print(f"{asked.op} {shape}: {failure}", file=sys.stderr)
+        return status
+
+    def report(self, shape: Shape, path: str, ranks: list[tracing.Traced], stamp: dict[str, Any], out: Path) -> None:
+        """Tell of a shape, and write its files."""
+        report = trace_report.Report(
+            self.asked.op, shape, self.asked.dtype, path, [trace_events.timeline(one) for one in ranks], [one.clock for one in ranks], stamp
+        )
+        print("\n".join(report.lines()))
+        print(f"written: {report.save(out)}")
+        picture = out / f"{report.name}.png"
+        print(trace_report.plot(report, picture) or f"written: {picture}", flush=True)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains once, not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            super().error(message)
+        sys.exit(2)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="python -m fluxlike trace",
+        description="Writes what every program of every rank did in one call, for ui.perfetto.dev and as a picture. Start it with "
+        "scripts/launch.sh.",
+        epilog="What the lanes mean, and what it costs: docs/trace.md.",
+    )
+    parser.add_argument("op", choices=list(PROBLEMS))
+    parser.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem (GPUs: the first of bench's headline suite)")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="auto", help="who carries the data (auto)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--calls", type=int, help="calls back to back, of which the last is shown (GPUs 20, CPU 2)")
+    parser.add_argument("--out", metavar="DIR", default="build/trace", help="where JSON and PNG go (build/trace)")
+    asked = parser.parse_args(argv)
+    if asked.calls is not None and asked.calls < 1:
+        parser.error(f"--calls {asked.calls} is below 1; make at least one call")
+    if asked.shapes:
+        try:
+            asked.shapes = parse_shapes(asked.shapes)
+        except ValueError as error:
+            parser.error(f"--shapes: {error}")
+    return asked
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv)
+    try:
+        fluxlike.init()
+    except (RuntimeError, ValueError) as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 1
+    try:
+        status = Tracer(asked, Peers(), world.current().device).run(sys.argv[1:] if argv is None else argv)
+    except Lost as error:
+        print(f"trace: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # an orderly end would wait for the collective that never ends
+    fluxlike.finalize()
+    return status
