@@ -160,8 +160,9 @@ def _walk(nodes: Iterable[ast.AST], function: str, transport: str, compiled: boo
         yield Step(node, function, compiled)
         if isinstance(node, ast.If):
             copies, interpreted = _condition(node.test, "COPY_ENGINE"), _condition(node.test, "is_interp()")
+            traced = _condition(node.test, "TRACE")  # it is not, in the scenes
             for branch, taken in ((node.body, True), (node.orelse, False)):
-                if copies is None or (transport == "copy_engine") == (copies == taken):
+                if traced != taken and (copies is None or (transport == "copy_engine") == (copies == taken)):
                     yield from _walk(branch, function, transport, compiled or (interpreted is not None and interpreted != taken))
             yield from _walk([node.test], function, transport, compiled)
             continue
@@ -417,7 +418,8 @@ def _inner_call(value: ast.expr) -> ast.AST:
 
 
 def _condition_of_build(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and any(_condition(statement.test, n) is not None for n in ("COPY_ENGINE", "is_interp()"))
+    constants = ("COPY_ENGINE", "is_interp()", "TRACE")
+    return isinstance(statement, ast.If) and any(_condition(statement.test, n) is not None for n in constants)
 
 
 # the mutants of the copy engine and of its jobs

@@ -1,8 +1,8 @@
 """Times of a traced call: what every program did when, written down by the kernels themselves. `ops.trace` reads them.
 
-A kernel with TRACE writes to int64 words [rows, WIDTH + R], whose address is in the control block. A row belongs to a tile, to a
-program or to a task of a push, so each event has a word of its own and is written once a call: no counter, nothing to reset, and the
-next call may write over it. TRACE is a compile-time constant; without it nothing of this is in the machine code.
+A kernel with TRACE writes to int64 words [rows, WIDTH + R], whose address is in the control block. A row belongs to a tile, a
+program or a task of a push, so each event has a word of its own and is written once a call: programs share no counter. TRACE is
+a compile-time constant; without it nothing of this is in the machine code.
 
 Rows of a kernel with P programs and T tiles (those of all R chunks, whether or not they have rows)::
 
@@ -12,7 +12,8 @@ Rows of a kernel with P programs and T tiles (those of all R chunks, whether or 
 
 Columns; a word that stays 0 did not happen::
 
-    BEGIN     of a program or task; of a tile: its first load is about to be issued, which a pipelined loop does before the tile in front of it is done
+    BEGIN     of a program or task; of a tile: its first load is about to be issued, which a pipelined loop does before the tile
+              in front of it is done
     PLACE     of a tile or task: its program + 1; of a program: its multiprocessor + 1
     COMPUTED  of a tile: its products are done
     STORED    of a tile or task: its stores are issued

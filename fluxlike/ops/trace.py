@@ -40,8 +40,8 @@ class Clock(NamedTuple):
 class Traced(NamedTuple):
     """The last call of a rank, as plain data.
 
-    ``facts``: `FACTS` of its launch, and ``op``, ``programs``, ``pushers``, ``pieces``, ``head_start``. ``times``: [rows, WIDTH + R],
-    `kernels.trace`. ``copies``: (peer, sub-chunk, bytes, begin, end) of each, by the kernels' clock.
+    ``facts``: `FACTS` of its launch, and ``op``, ``programs``, ``pushers``, ``pieces``, ``head_start``. ``times``: the words
+    [rows, WIDTH + R] of `kernels.trace`. ``copies``: (peer, sub-chunk, bytes, begin, end) of each, by the kernels' clock.
     """
 
     facts: dict[str, Any]
@@ -91,7 +91,7 @@ class Trace:
         context = self._context
         context.check()
         if self._times is None:
-            raise RuntimeError(f"{context.op}: there is nothing to read, because no call was made since the tracing began; make one")
+            raise RuntimeError(f"{context.op}: there are no times to read: no call was made since the tracing began; make one")
         executor = context.world.executor
         clock, reference, at = _clock(executor)
         copies = []

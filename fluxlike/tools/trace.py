@@ -1,4 +1,4 @@
-"""`python -m fluxlike trace {gemm_rs,ag_gemm}`: what every program of every rank does when, in one call. Start it with launch.sh."""
+"""`python -m fluxlike trace {gemm_rs,ag_gemm}`: what every program of every rank does when, in one call. See docs/trace.md."""
 
 import argparse
 import functools
@@ -38,7 +38,8 @@ class Tracer:
 
     def shape(self, shape: Shape) -> tuple[str, list[tracing.Traced]]:
         """The path of the last of some calls, and what each rank has written down of it. Failed if a result is wrong."""
-        problem: Problem = self.peers.attempt(lambda: PROBLEMS[self.asked.op](shape, getattr(torch, self.asked.dtype), self.device, self.peers))
+        make, dtype = PROBLEMS[self.asked.op], getattr(torch, self.asked.dtype)
+        problem: Problem = self.peers.attempt(lambda: make(shape, dtype, self.device, self.peers))
         try:
             self.peers.attempt(problem.know_torch)
         except Failed as failure:
@@ -60,14 +61,15 @@ class Tracer:
             if not error <= allowed:
                 raise ValueError(f"a wrong result: error {error:.2g}, allowed {allowed:.2g}")
 
-        self.peers.attempt(lambda: called(1))  # it compiles
+        self.peers.attempt(lambda: called(1))  # which compiles
         self.peers.barrier()
         result = self.peers.attempt(lambda: called(self.calls))
         self.peers.attempt(lambda: right(result))
         traced = self.peers.attempt(trace.read)
         path = context.last_path
         context.close()
-        return path, [tracing.Traced(*part[:3], tracing.Clock(*part[3])) for part in self.peers.gather(traced)]
+        told = self.peers.gather(traced)
+        return path, [tracing.Traced(facts, times, copies, tracing.Clock(*clock)) for facts, times, copies, clock in told]
 
     def run(self, arguments: Sequence[str]) -> int:
         """Every shape; the exit status. Rank 0 speaks and writes."""
@@ -81,8 +83,8 @@ class Tracer:
             try:
                 if why is not None:
                     raise Failed([why] * self.peers.size)
-                path, ranks = self.shape(shape)
-                self.peers.attempt(lambda: self.report(shape, path, ranks, stamp, out) if loud else None)
+                found = self.shape(shape)
+                self.peers.attempt(functools.partial(self.report, shape, *found, stamp, out) if loud else lambda: None)
             except Failed as failure:
                 status = 1
                 if loud:
@@ -91,9 +93,8 @@ class Tracer:
 
     def report(self, shape: Shape, path: str, ranks: list[tracing.Traced], stamp: dict[str, Any], out: Path) -> None:
         """Tell of a shape, and write its files."""
-        report = trace_report.Report(
-            self.asked.op, shape, self.asked.dtype, path, [trace_events.timeline(one) for one in ranks], [one.clock for one in ranks], stamp
-        )
+        lines = [trace_events.timeline(one) for one in ranks]
+        report = trace_report.Report(self.asked.op, shape, self.asked.dtype, path, lines, [one.clock for one in ranks], stamp)
         print("\n".join(report.lines()))
         print(f"written: {report.save(out)}")
         picture = out / f"{report.name}.png"

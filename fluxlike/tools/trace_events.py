@@ -1,5 +1,6 @@
 """What the words of a traced call mean: spans of programs and of transfers, and how much of a rank's time went where."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -153,7 +154,7 @@ def _tile_spans(
     for tile, row in tiles:
         begin = max(row[_BEGIN], until)
         program.spans += _without(Span("compute", f"products of {tile}", begin, row[_COMPUTED]), waits)
-        stored = max([row[_COMPUTED]] + row[_WAITS + 1 : _WAITS + ranks])
+        stored = max([row[_COMPUTED], *row[_WAITS + 1 : _WAITS + ranks]])
         until = row[_STORED]
         sent = scatters and tile.chunk != rank
         what = "send" if sent and not facts["COPY_ENGINE"] else "sum and store" if scatters and not sent else "store"
@@ -196,7 +197,7 @@ def _pushes(
 def _step(words: Sequence[Sequence[int]]) -> int:
     """The smallest difference of two times: the clock of a GPU may go in steps of a microsecond."""
     times = sorted({value for row in words for i, value in enumerate(row) if value and i != _PLACE})
-    return min((later - sooner for sooner, later in zip(times, times[1:], strict=False)), default=0)
+    return min((later - sooner for sooner, later in itertools.pairwise(times)), default=0)
 
 
 class Summary(NamedTuple):

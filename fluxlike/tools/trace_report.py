@@ -41,7 +41,8 @@ class Report:
 
     def lines(self) -> list[str]:
         """What is said of the call."""
-        head = f"{self.op} {self.shape}, R={len(self.ranks)}, {self.dtype}, {self.path}: {len(self.ranks[0].programs)} programs a rank"
+        programs = len(self.ranks[0].programs)
+        head = f"{self.op} {self.shape}, R={len(self.ranks)}, {self.dtype}, {self.path}, {programs} programs a rank"
         error = max(clock.error for clock in self.clocks) / 1e3
         last = [] if error == 0 else [f"ranks against each other: ± {2 * error:.1f} µs"]
         return [head, *(f"  {summary(line)}" for line in self.ranks), *last]
@@ -117,6 +118,7 @@ def plot(report: Report, path: Path) -> str | None:
     for axes, line in zip(rows, ranks, strict=True):
         drawn |= _draw(axes, line, report.origin)
         axes.set_title(str(summary(line)), fontsize=9, loc="left")
+    rows[-1].set_xlim(0, (max(line.end for line in ranks) - report.origin) / 1e3)
     rows[-1].set_xlabel("µs")
     handles = [patches.Patch(color=COLOURS[kind], label=WORDS.get(kind, kind)) for kind in (*KINDS, "copy") if kind in drawn]
     figure.legend(handles=handles, ncols=len(handles), fontsize=8, loc="outside lower center")
@@ -142,11 +144,9 @@ def _draw(axes: Any, line: Timeline, origin: int) -> set[str]:
         boxes = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h)] for x, y, w, h in bars.get(kind, [])]
         axes.add_collection(collections.PolyCollection(boxes, facecolors=COLOURS[kind], linewidths=0))
     axes.set_ylim(programs + (len(line.transfers) + 0.5) * tall, -0.5)
-    axes.set_xlim(0, (line.end - origin) / 1e3)
-    ticks = [0, programs - 1] if programs > 1 else [0]
-    names = [f"program {number}" for number in ticks]
-    ticks += [programs + (i + 0.7) * tall for i in range(len(line.transfers))]
-    axes.set_yticks(ticks, [*names, *line.transfers], fontsize=7)
+    ends = sorted({0, programs - 1})
+    places = [number + 0.45 for number in ends] + [programs + (i + 0.7) * tall for i in range(len(line.transfers))]
+    axes.set_yticks(places, [*(f"program {number}" for number in ends), *line.transfers], fontsize=7)
     return set(bars)
 
 
