@@ -4,18 +4,25 @@ A Triton release may lose the software pipeline, drop an atomic or spill without
 releases: FLUXLIKE_TEST_TRITON=/path/a:/path/b, each a directory made by `pip install --no-deps --target /path/a triton==…`.
 """
 
+import ast
+import dataclasses
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import compiled
+import mutate_source
 import pytest
 import torch
+from triton.backends.nvidia.compiler import CUDABackend
 
 from fluxlike.tools import lint
-from fluxlike.tools.lint import variants
+from fluxlike.tools.lint import compiling, variants
 from fluxlike.tools.lint.variants import Case
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,3 +88,54 @@ def test_other_tritons(path: str) -> None:
     found = [f"sm_{one['capability']} {one['case']}: {one['findings']}" for one in result["reports"] if one["findings"]]
     assert not found, "\n".join([result["triton"], *found])
     assert len(result["reports"]) >= len(compiled.ALL)
+
+
+# tracing
+
+
+def untraced(name: str, directory) -> Any:
+    """The module of kernels ``name`` without any of its calls that trace; all else stays on its line."""
+    source = mutate_source.Source(f"kernels/{name}.py")
+    text, removed = source.bytes, 0
+    calls = [n for n in ast.walk(source.tree) if re.match(r"record\w*\(", ast.unparse(n))]
+    for call in sorted((n for n in calls if isinstance(n, ast.Expr)), key=lambda n: -n.lineno):
+        start, end, new = source.remove(call)
+        text, removed = text[:start] + new.encode() + text[end:], removed + 1
+    assert removed >= 10
+    file = directory / f"{name}.py"
+    file.write_bytes(text)
+    spec = importlib.util.spec_from_file_location(f"fluxlike.kernels.untraced_{name}", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def code(ptx: str) -> str:
+    """PTX without what names source files."""
+    return re.sub(r"(?m)^\s*(\.loc|//|\.file).*$|//.*$", "", ptx.split(".section")[0])
+
+
+@pytest.mark.parametrize(("case", "capability"), QUICK, ids=str)
+def test_without_tracing_the_machine_code_is_as_if_there_were_none(case, capability, tmp_path, monkeypatch) -> None:
+    shipped = compiled.built(case, capability)
+    launch = shipped.launch
+    assert launch.constants["TRACE"] is False
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda self, *rest: b"")  # down to the PTX
+    monkeypatch.setattr(compiling, "_run", lambda tool, *arguments: "REG:0 STACK:0")
+    plain = compiling.build(dataclasses.replace(launch, kernel=vars(untraced(case.op, tmp_path))[launch.name]), capability)
+    assert code(shipped.ptx) == code(plain.ptx)
+    # and with it the loops keep their pipelines, and what is stored for it does not overtake a signal
+    traced = compiling.build(dataclasses.replace(launch, constants=launch.constants | {"TRACE": True}), capability)
+    assert code(traced.ptx).count("%globaltimer") >= code(plain.ptx).count("%globaltimer") + 8
+    assert variants.lint_built(traced, variants.spec_of(launch, capability)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", variants.CAPABILITIES)
+def test_traced_kernels_do_not_spill(capability) -> None:
+    for case in variants.cases(capability):
+        for launch in variants.launches(case, capability):
+            if "TRACE" in launch.constants:
+                traced = compiling.build(dataclasses.replace(launch, constants=launch.constants | {"TRACE": True}), capability)
+                assert variants.lint_built(traced, variants.spec_of(launch, capability)) == [], str(case)

@@ -73,8 +73,11 @@ class Trace:
         if key not in self._known:
             self._known[key] = torch.zeros(rows, kernel.WIDTH.value + facts["R"], dtype=torch.int64, device=self._context.device)
         times = self._known[key]
+        executor = self._context.world.executor
 
         def before() -> None:
+            if executor.is_capturing():
+                raise RuntimeError(f"{facts['op']}: a traced call cannot be part of a CUDA graph; capture calls of another context")
             if self._times is not times:
                 self._context.ctl[sync.TIMES.value] = times.data_ptr()
             self._times, self.facts = times, facts

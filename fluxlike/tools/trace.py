@@ -4,6 +4,7 @@ import argparse
 import functools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,8 +37,11 @@ class Tracer:
         self.asked, self.peers, self.device = asked, peers, device
         self.calls = asked.calls or (20 if device.type == "cuda" else 2)
 
-    def shape(self, shape: Shape) -> tuple[str, list[tracing.Traced]]:
-        """The path of the last of some calls, and what each rank has written down of it. Failed if a result is wrong."""
+    def shape(self, shape: Shape) -> tuple[str, dict[str, float], list[tracing.Traced]]:
+        """The path of the last call, µs a call with and without tracing, and what each rank has written down of the last one.
+
+        Failed if a result is wrong.
+        """
         make, dtype = PROBLEMS[self.asked.op], getattr(torch, self.asked.dtype)
         problem: Problem = self.peers.attempt(lambda: make(shape, dtype, self.device, self.peers))
         try:
@@ -47,13 +51,27 @@ class Tracer:
                 raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
             raise
         context = self.peers.attempt(functools.partial(problem.context, self.asked.schedule))
+        took = {"untraced": self.time(problem, context)}
         trace = tracing.begin(context)
+        took["traced"] = self.time(problem, context)
+        traced = self.peers.attempt(trace.read)
+        path = context.last_path
+        context.close()
+        told = self.peers.gather(traced)
+        return path, took, [tracing.Traced(facts, times, copies, tracing.Clock(*clock)) for facts, times, copies, clock in told]
+
+    def time(self, problem: Problem, context: Any) -> float:
+        """µs a call, back to back, on the slowest rank; of calls whose last result is right, or Failed."""
+        seconds = 0.0
 
         def called(calls: int) -> torch.Tensor:
+            nonlocal seconds
             problem.spoil()
+            since = time.perf_counter()
             for _ in range(calls):
                 result = problem.ours(context)
             context.check()
+            seconds = time.perf_counter() - since
             return result
 
         def right(result: torch.Tensor) -> None:
@@ -65,11 +83,7 @@ class Tracer:
         self.peers.barrier()
         result = self.peers.attempt(lambda: called(self.calls))
         self.peers.attempt(lambda: right(result))
-        traced = self.peers.attempt(trace.read)
-        path = context.last_path
-        context.close()
-        told = self.peers.gather(traced)
-        return path, [tracing.Traced(facts, times, copies, tracing.Clock(*clock)) for facts, times, copies, clock in told]
+        return self.peers.slowest(lambda: seconds) / self.calls * 1e6
 
     def run(self, arguments: Sequence[str]) -> int:
         """Every shape; the exit status. Rank 0 speaks and writes."""
@@ -91,10 +105,12 @@ class Tracer:
                     print(f"{asked.op} {shape}: {failure}", file=sys.stderr)
         return status
 
-    def report(self, shape: Shape, path: str, ranks: list[tracing.Traced], stamp: dict[str, Any], out: Path) -> None:
+    def report(
+        self, shape: Shape, path: str, took: dict[str, float], ranks: list[tracing.Traced], stamp: dict[str, Any], out: Path
+    ) -> None:
         """Tell of a shape, and write its files."""
-        lines = [trace_events.timeline(one) for one in ranks]
-        report = trace_report.Report(self.asked.op, shape, self.asked.dtype, path, lines, [one.clock for one in ranks], stamp)
+        lines, clocks = [trace_events.timeline(one) for one in ranks], [one.clock for one in ranks]
+        report = trace_report.Report(self.asked.op, shape, self.asked.dtype, path, lines, clocks, took, stamp)
         print("\n".join(report.lines()))
         print(f"written: {report.save(out)}")
         picture = out / f"{report.name}.png"
