@@ -51,7 +51,7 @@ class Traced(NamedTuple):
 
 
 class Trace:
-    """What a context notes of its calls from `begin` on; each call takes the place of the one before."""
+    """What a context notes of its calls from `begin` on: of the last launch, so of several weights the last."""
 
     def __init__(self, context: "Context") -> None:
         self._context = context
@@ -81,7 +81,7 @@ class Trace:
             if self._times is not times:
                 self._context.ctl[sync.TIMES.value] = times.data_ptr()
             self._times, self.facts = times, facts
-            times.zero_()
+            times.zero_()  # which task of a push signals is chance
 
         return before
 

@@ -136,10 +136,11 @@ def _draw(axes: Any, line: Timeline, origin: int) -> set[str]:
     """The lanes of a rank; the kinds of spans that it has."""
     programs = len(line.programs)
     tall = max(1.0, programs / 16)  # of a lane of transfers
+    thick = 0.9 if programs <= 24 else 1.0  # of a program's; gaps between many would make a pattern
     bars: dict[str, list[tuple[float, float, float, float]]] = {}
     for program in line.programs:
         for span in program.spans:
-            bars.setdefault(span.kind, []).append(_bar(span, origin, program.number, 0.9))
+            bars.setdefault(span.kind, []).append(_bar(span, origin, program.number, thick))
     for i, lane in enumerate(line.transfers.values()):
         for span in lane:
             bars.setdefault(span.kind, []).append(_bar(span, origin, programs + (i + 0.3) * tall, 0.8 * tall))
