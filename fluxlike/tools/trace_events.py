@@ -115,6 +115,7 @@ def timeline(traced: Traced) -> Timeline:
     for program in programs:
         _tile_spans(program, [(tile, words[tile.number]) for tile in by_program[program.number]], facts, transfers)
     _pushes(programs, words[tiles + len(programs) :], facts, transfers)
+    transfers = {lane: list(_merged(spans)) for lane, spans in transfers.items()}
     for peer, sub, nbytes, begin, end in traced.copies:
         chunk = peer if facts["op"] == "gemm_rs" else facts["rank"]
         part = f", part {sub}" if facts["S"] > 1 else ""
@@ -177,6 +178,13 @@ def _without(span: Span, holes: Iterable[Span]) -> Iterator[Span]:
             begin = hole.end
     if begin < span.end:
         yield span._replace(begin=begin)
+
+
+def _merged(spans: Sequence[Span]) -> Iterator[Span]:
+    """Stores of several programs that overlap, as one span: viewers want no others in a lane."""
+    for begin, end in union(spans):
+        names = [span.name for span in spans if begin <= span.begin <= end]
+        yield Span("copy", names[0] if len(names) == 1 else f"{len(names)} that overlap", begin, end)
 
 
 def _pushes(
