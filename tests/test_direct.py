@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fluxlike.ops.context import Context
 from fluxlike.runtime import cuda, direct
 from fluxlike.runtime.launches import Launch
 
@@ -229,6 +230,29 @@ def test_no_graph_is_made_or_launched_within_a_capture(engine):
     assert [queue(engine, "a", "a") for _ in range(3)] == ["a", "a", ("graph", "a")]
     engine.capturing = True
     assert queue(engine, "a", "a") == "a"
+
+
+def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
+    engine._stream = "side"
+    engine._cu.cuStreamBatchMemOp = lambda raw, count, batch, flags: (engine._cu.job(tuple(batch)), (0,))[1]
+    event = SimpleNamespace(record=lambda stream: engine._cu.job(("event", stream)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
+    engine._batch += ["write", "wait"]
+    assert engine.stamp() is event
+    assert engine._cu.done == [("write", "wait"), ("event", "side")] and engine._batch == []
+
+
+@pytest.mark.parametrize("traced", (False, True))
+def test_traced_copies_are_not_made_a_graph(traced):
+    """Events inside of a graph have no times."""
+    keys = []
+    executor = SimpleNamespace(overlapped=lambda engine, launch, key, queue, stuck: (keys.append(key), queue()))
+    trace = SimpleNamespace(copies=["of the call before"]) if traced else None
+    fields = dict(trace=trace, stats={"copies": 3}, world=SimpleNamespace(executor=executor), engine=None, _copies={})
+    context = SimpleNamespace(**fields)
+    Context.overlapped(context, lambda: None, "key", lambda: context.stats.update(copies=context.stats["copies"] + 2))
+    assert keys == [None if traced else "key"] and context.stats["copies"] == 5
+    assert not traced or trace.copies == []
 
 
 def test_graphs_are_bounded_and_freed(engine):
