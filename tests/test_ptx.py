@@ -139,6 +139,6 @@ def test_traced_kernels_do_not_spill(capability) -> None:
             if "TRACE" in launch.constants:
                 traced = compiling.build(dataclasses.replace(launch, constants=launch.constants | {"TRACE": True}), capability)
                 spec = variants.spec_of(launch, capability)
-                # half-width products none, fp32 a few more than without; offsets are judged in the kernels that are shipped
+                # 16-bit types not at all, fp32 a little more than without; offsets are judged in the kernels that are shipped
                 spec = dataclasses.replace(spec, local=2 * spec.local, pitches=())
                 assert variants.lint_built(traced, spec) == [], str(case)

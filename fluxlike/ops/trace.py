@@ -90,11 +90,13 @@ class Trace:
         self.copies.append((flag, nbytes, begun, ended))
 
     def read(self) -> Traced:
-        """The last call, when the device is done with it. RuntimeError if no call was traced."""
+        """The last call, when the device is done with it. RuntimeError if none was traced. PeerTimeout if a wait ran out."""
         context = self._context
         context.check()
         if self._times is None:
-            raise RuntimeError(f"{context.op}: there are no times to read: no call was made since the tracing began; make one")
+            raise RuntimeError(
+                f"{context.op}: there are no times to read, because no kernel that can be traced was launched since `begin`; make a call"
+            )
         executor = context.world.executor
         clock, reference, at = _clock(executor)
         copies = []
