@@ -235,6 +235,22 @@ def test_times_of_another_schedule_are_refused(calls) -> None:
         trace_events.timeline(traced._replace(times=times))
 
 
+def two_transports(group) -> list[int]:
+    """Copies of a call by the copy engine, and of one without in the same context."""
+    found = []
+    with fluxlike.create_gemm_rs_context(M, N, dtype=torch.float32, group=group, schedule="auto") as ctx:
+        trace = tracing.begin(ctx)
+        ctx.copy_engine_from = 4 * (M // 2) * N
+        for rows, schedule in ((M, "copy_engine"), (M // 2, "in_kernel")):
+            RSCase(rows, N, [K] * 2, torch.float32, 1).check(ctx, group, schedule)
+            found.append(len(trace.read().copies))
+    return found
+
+
+def test_copies_are_those_of_the_last_call() -> None:
+    assert run_ranks(two_transports, 2) == [[1, 0]] * 2
+
+
 @pytest.mark.parametrize(("op", "schedule"), list(zip(OPS, SCHEDULES, strict=True)))
 def test_a_rank_without_rows(op, schedule) -> None:
     """Of three ranks the last has none: no tiles of its own, and nobody waits for its shard."""

@@ -147,7 +147,8 @@ def ag_gemm_kernel(
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
-    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other.
+    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
+    TRACE it writes down what happens when (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)

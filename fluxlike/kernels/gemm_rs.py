@@ -109,7 +109,8 @@ def gemm_rs_kernel(
 ):  # fmt: skip
     """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
-    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other.
+    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
+    TRACE it writes down what happens when (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)

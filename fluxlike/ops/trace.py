@@ -95,12 +95,12 @@ class Trace:
         context.check()
         if self._times is None:
             raise RuntimeError(
-                f"{context.op}: there are no times to read, because no kernel that can be traced was launched since `begin`; make a call"
+                f"{context.op}: no kernel that can be traced was launched since `begin`, so there are no times; make a call first"
             )
         executor = context.world.executor
         clock, reference, at = _clock(executor)
         copies = []
-        for flag, nbytes, begun, ended in self.copies:
+        for flag, nbytes, begun, ended in self.copies if self.facts["COPY_ENGINE"] else ():
             peer, sub = context.told_by(flag)
             begin, end = (at - executor.nanoseconds(stamp, reference) for stamp in (begun, ended))
             copies.append((peer, sub, nbytes, begin, end))
