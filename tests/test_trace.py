@@ -21,6 +21,7 @@ from ranks import TORCHRUN, run_fresh, run_ranks
 import fluxlike
 from fluxlike.kernels import trace as kernel
 from fluxlike.kernels.tiles import py_dealt
+from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
 from fluxlike.tools import trace as tool
 from fluxlike.tools import trace_events, trace_report
@@ -236,20 +237,24 @@ def test_times_of_another_schedule_are_refused(calls) -> None:
         trace_events.timeline(traced._replace(times=times))
 
 
-def two_transports(group) -> list[int]:
-    """Copies of a call by the copy engine, and of one without in the same context."""
+def two_transports(group) -> list[list[int]]:
+    """Parts of a chunk that a call by the copy engine copies, and one without in the same context."""
     found = []
     with fluxlike.create_gemm_rs_context(M, N, dtype=torch.float32, group=group, schedule="auto") as ctx:
         trace = tracing.begin(ctx)
-        ctx.copy_engine_from = 4 * (M // 2) * N
-        for rows, schedule in ((M, "copy_engine"), (M // 2, "in_kernel")):
-            RSCase(rows, N, [K] * 2, torch.float32, 1).check(ctx, group, schedule)
-            found.append(len(trace.read().copies))
+        possible = choice.candidates(ctx.problem(M, N, 2 * K))
+        for schedule, subs in (("copy_engine", 2), ("in_kernel", 1)):
+            ctx.use(next(one for one in possible if (one.transport, one.subs) == (schedule, subs)))
+            RSCase(M, N, [K] * 2, torch.float32, 1).check(ctx, group, schedule)
+            traced = trace.read()
+            found.append([sub for _, sub, *_ in traced.copies])
+            lanes = trace_events.timeline(traced).transfers
+            assert list(lanes) == [f"{'copies' if subs == 2 else 'stores'} to rank {1 - ctx.rank}"]
     return found
 
 
 def test_copies_are_those_of_the_last_call() -> None:
-    assert run_ranks(two_transports, 2) == [[1, 0]] * 2
+    assert run_ranks(two_transports, 2) == [[[0, 1], []]] * 2
 
 
 @pytest.mark.parametrize(("op", "schedule"), list(zip(OPS, SCHEDULES, strict=True)))
