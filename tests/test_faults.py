@@ -19,11 +19,11 @@ from faults import GUILTY, HEAP, LIMIT_S, OPS, WORLD, call, fresh, make_context,
 from ranks import run_ranks
 
 import fluxlike
-from fluxlike.kernels import ag_gemm as ag_gemm_kernels
-from fluxlike.kernels import gemm_rs as gemm_rs_kernels
-from fluxlike.kernels import gemm_rs_stream_k as stream_k_kernels
+from fluxlike.kernels import ag_gemm, ag_gemm_stream_k, gemm_rs, gemm_rs_stream_k
 from fluxlike.kernels.sync import finish, publish_add, publish_set
 from fluxlike.runtime import interpreter, world
+
+KERNELS = {"gemm_rs": (gemm_rs, gemm_rs_stream_k), "ag_gemm": (ag_gemm, ag_gemm_stream_k)}
 
 # A builtin of the interpreter that counts: from which publication of this rank on all go wrong, and how. A single flag
 # that is lost may be made up for by the next call's, which is larger.
@@ -65,9 +65,6 @@ def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
 
 def sabotage(ctx, what: str, at: int) -> None:
     """Takes signals of this rank away, from the one numbered ``at`` on."""
-    kernels = gemm_rs_kernels if ctx.op == "gemm_rs" else ag_gemm_kernels
-    if ctx.schedule == "stream_k":
-        kernels = stream_k_kernels
     if what == "copy":
         write, left = ctx.engine.write, [at]
 
@@ -78,11 +75,12 @@ def sabotage(ctx, what: str, at: int) -> None:
 
         ctx.engine.write = write_or_not
     elif what == "credits":
-        kernels.finish = finish_without_credits
+        for kernels in KERNELS[ctx.op]:
+            kernels.finish = finish_without_credits
     else:
         _countdown[:] = [at]
-        kernels.publish_set = publish_set_or_not
-        kernels.publish_add = publish_add_or_not
+        for kernels in KERNELS[ctx.op]:
+            kernels.publish_set, kernels.publish_add = publish_set_or_not, publish_add_or_not
 
 
 def survive(ctx, calls: int) -> tuple[str, float, int]:
@@ -105,9 +103,8 @@ def survive(ctx, calls: int) -> tuple[str, float, int]:
 
 def a_new_start(group, op: str, schedule: str) -> None:
     """After an error: end, begin again, and all is well."""
-    for kernels in (gemm_rs_kernels, stream_k_kernels, ag_gemm_kernels):
-        kernels.finish, kernels.publish_set = finish, publish_set
-    gemm_rs_kernels.publish_add = publish_add
+    for kernels in (*KERNELS["gemm_rs"], *KERNELS["ag_gemm"]):
+        kernels.finish, kernels.publish_set, kernels.publish_add = finish, publish_set, publish_add
     since = time.monotonic()
     fluxlike.finalize()
     assert time.monotonic() - since < 3 * LIMIT_S, f"finalize took {time.monotonic() - since:.1f} s"
@@ -149,6 +146,8 @@ LOSSES = (
     ("ag_gemm", "copy_engine", "credits", 0, "credit"),
     ("gemm_rs", "stream_k", "publication", 2, "partial sums"),
     ("gemm_rs", "stream_k", "credits", 0, "credit"),
+    ("ag_gemm", "stream_k", "publication", 1, "shard"),
+    ("ag_gemm", "stream_k", "credits", 0, "credit"),
 )
 
 
