@@ -42,6 +42,10 @@ SURVIVORS: dict[str, str] = {
         "the flags before the reset of the counter, which is this rank's own: nobody adds to it any more in this call"
     ),
     "ag_gemm.ag_gemm_kernel.publish_set:value+1": "the side stream waits for 1 or more, and then sets the word to 0",
+    "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares#2:early": (
+        "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"
+    ),
+    "ag_gemm_stream_k.wait_tile.wait:late": "the same waits for the shards of one tile, in another order",
     "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"

@@ -118,7 +118,7 @@ def shares(
         k_end = tl.minimum(end - tile * k_tiles, k_tiles)
         if not OWN:
             wait_tile(flags, ctl, M, epoch, rank, tile_m, chunk_rows, max_flags, R, BM)
-            tma_acquire(TMA)
+        tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_begin, k_end):
             if OWN:
