@@ -11,7 +11,8 @@ from ranks import device, exact, ints, rows_slice
 
 import fluxlike
 
-SCHEDULES = ("copy_engine", "in_kernel", "stream_k")
+TRANSPORTS = ("copy_engine", "in_kernel")
+SCHEDULES = (*TRANSPORTS, "stream_k")
 
 
 def make_weight(n: int, k: int, dtype: torch.dtype, seed: int, transposed: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from cases import SCHEDULES
+from cases import TRANSPORTS
 from faults import GUILTY, HEAP, LIMIT_S, OPS, WORLD, call, fresh, make_context, nothing_left_behind, start, told  # noqa: F401
 from ranks import run_ranks
 
@@ -193,7 +193,7 @@ def kill_one(group, op, schedule, at, inside):
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("between-calls", "inside-a-kernel"))
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRANSPORTS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_killed_rank_is_noticed_within_seconds(op, schedule, inside):
     how = {"op": op, "schedule": schedule, "at": 3, "inside": inside}
@@ -224,7 +224,7 @@ def make_no_call(group, op, schedule):
     return outcome
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRANSPORTS)
 @pytest.mark.parametrize("op", OPS)
 def test_a_rank_that_never_makes_the_call(op, schedule):
     env = {"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}
@@ -289,7 +289,7 @@ def late(group, op):
     """Another rank is late each time, before its call or in the middle of it, by a second or more."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     choose = random.Random(5)  # the same choices on every rank
-    for schedule in SCHEDULES:
+    for schedule in TRANSPORTS:
         with make_context(op, schedule, group) as ctx:
             for seed in range(5):
                 who, seconds, inside = choose.randrange(size), choose.uniform(1, 1.5), choose.random() < 0.5

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES
+from cases import TRANSPORTS
 from faults import LIMIT_S, OPS, call, make_context, told, works
 from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
 
@@ -56,7 +56,7 @@ def disagree(group, late):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     odd = size - 1
     for name, (kinds, one, others, *words) in DISAGREEMENTS.items():
-        made = [make_context(op, SCHEDULES[i % 2], group, dtype) for i, (op, dtype) in enumerate(kinds)]
+        made = [make_context(op, TRANSPORTS[i % 2], group, dtype) for i, (op, dtype) in enumerate(kinds)]
         for ctx in made:
             call(ctx, 1)
         dist.barrier(group)

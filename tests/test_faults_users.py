@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES
+from cases import TRANSPORTS
 from faults import OPS, call, make_context, told, works
 from ranks import device, run_ranks
 
@@ -156,7 +156,7 @@ def share_a_context(group, schedule):
     assert not errors, errors
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRANSPORTS)
 def test_threads_on_one_context(schedule):
     run_ranks(share_a_context, 2, schedule=schedule)
 
@@ -168,7 +168,7 @@ def one_group_each(group):
     """Each thread has a group, and every other rank starts them the other way round: none waits for another's turn."""
     if not _groups:
         _groups.extend([dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])])
-    made = [make_context(op, schedule, g) for op, schedule, g in zip(OPS, SCHEDULES, _groups, strict=True)]
+    made = [make_context(op, schedule, g) for op, schedule, g in zip(OPS, TRANSPORTS, _groups, strict=True)]
     acts = [lambda ctx=ctx: [call(ctx, seed) for seed in range(5)] for ctx in made]
     errors = at_once(*(acts if dist.get_rank() % 2 else reversed(acts)))
     assert not errors, errors

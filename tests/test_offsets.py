@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES
+from cases import TRANSPORTS
 from fuzz_calls import product
 from ranks import ints, rows_slice, run_ranks
 
@@ -53,7 +53,7 @@ def far_operands(group, op, schedule, pitch):
 
 
 @pytest.mark.parametrize("pitch", PITCHES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", TRANSPORTS)
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_rows_far_apart(op, schedule, pitch):
     run_ranks(far_operands, 2, op=op, schedule=schedule, pitch=pitch)
