@@ -22,10 +22,11 @@ from ranks import Outcome, run_fresh
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-#: Mutants at a time, of three ranks each: two keep two cores busy.
-WORKERS = 2
-#: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be.
-SHORT, LONG = "2", "60"
+#: Mutants at a time, of three ranks each, which wait for each other most of the time.
+WORKERS = 4
+#: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
+#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one.
+SHORT, LONG = "5", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K)]
@@ -42,6 +43,9 @@ SURVIVORS: dict[str, str] = {
         "the flags before the reset of the counter, which is this rank's own: nobody adds to it any more in this call"
     ),
     "ag_gemm.ag_gemm_kernel.publish_set:value+1": "the side stream waits for 1 or more, and then sets the word to 0",
+    "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares:early": (
+        "the own tiles, which wait for no other rank, before the push: slower, for the peers wait longer for this shard"
+    ),
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares#2:early": (
         "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"
     ),

@@ -132,9 +132,10 @@ def test_without_tracing_the_machine_code_is_as_if_there_were_none(op, schedule,
 @pytest.mark.parametrize("capability", variants.CAPABILITIES)
 def test_traced_kernels_are_as_good(capability) -> None:
     """The loops keep their pipelines, nothing spills, and what is stored for the trace does not overtake a signal."""
-    for case in variants.cases(capability):
-        for launch in variants.launches(case, capability):
-            if "TRACE" in launch.constants:
-                traced = compiling.build(dataclasses.replace(launch, constants=launch.constants | {"TRACE": True}), capability)
-                assert traced.ptx.count("%globaltimer") > 2 * launch.constants["R"]
-                assert variants.lint_built(traced, variants.spec_of(launch, capability)) == [], str(case)
+    for op in ("gemm_rs", "ag_gemm"):
+        for schedule in ("copy_engine", "in_kernel"):
+            case = Case(op, schedule)
+            launch = next(one for one in variants.launches(case, capability) if "TRACE" in one.constants)
+            traced = compiling.build(dataclasses.replace(launch, constants=launch.constants | {"TRACE": True}), capability)
+            assert traced.ptx.count("%globaltimer") > 2 * launch.constants["R"]
+            assert variants.lint_built(traced, variants.spec_of(launch, capability)) == [], str(case)
