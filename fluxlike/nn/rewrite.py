@@ -33,15 +33,12 @@ with_effects = torch.ops.higher_order.with_effects
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
+CAST = prims.convert_element_type.default
 GATHER, SCATTER, WAIT = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.wait_tensor.default
 
 
 class Left(Exception):
-    """Why a collective stays as it is. ``beside``: there is a product next to it."""
-
-    def __init__(self, why: str, beside: bool = True) -> None:
-        super().__init__(why)
-        self.beside = beside
+    """Why a collective stays as it is."""
 
 
 @dataclasses.dataclass
@@ -115,19 +112,18 @@ def chunks(parts: Any, ranks: int) -> tuple[Node, int] | None:
     return (source, dim) if equal(shape(source)[dim], part * ranks) else None
 
 
-def _chunk(part: Any) -> tuple[Node, int, Any] | None:
+def _chunk(part: Any) -> tuple[Any, Any, Any] | None:
     """Of what a node is a part, along which dimension, and where it begins."""
-    if not isinstance(part, Node):
-        return None
-    if part.target is operator.getitem and part.args[0].target in SPLITS:  # type: ignore[union-attr]
+    target = getattr(part, "target", None)
+    if target == operator.getitem and part.args[0].target in SPLITS:
         split, index = part.args
-        source, _, dim = (*split.args, 0)[:3]  # type: ignore[union-attr]
+        source, _, dim = (*split.args, 0)[:3]
         dim = dim % value(source).dim()
-        sizes = [t.shape[dim] for t in split.meta["val"]]  # type: ignore[union-attr]
-        return source, dim, sum(sizes[:index])
-    if part.target is aten.slice.Tensor:
-        source, dim, start, _, step = (*part.args, *(0, 0, None, 1)[len(part.args) - 1 :])[:5]
-        return (source, dim % value(source).dim(), value(start)) if step == 1 else None
+        return source, dim, sum(t.shape[dim] for t in value(split)[:index])
+    if target is aten.slice.Tensor:
+        given = tuple(part.args)
+        source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
+        return (source, dim % value(source).dim(), value(start) or 0) if step == 1 else None
     return None
 
 
@@ -138,10 +134,13 @@ class Rewrite:
         self.graph = graph
         fakes = (n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
         self.mode: FakeTensorMode = next(fakes).fake_mode  # type: ignore[attr-defined]
+        #: What has been put in for the collective at hand.
+        self.added: list[Node] = []
 
     def add(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
         """A call at the graph's insertion point, with the fake result that later passes look at."""
         node = self.graph.call_function(target, args, kwargs)
+        self.added.append(node)
         given, named = torch.fx.map_arg((args, kwargs), value)
         with self.mode:
             node.meta["val"] = target(*given, **named)
@@ -206,6 +205,15 @@ class Rewrite:
         with self.graph.inserting_before(next(iter(reversed(self.graph.nodes)))):
             self.add(prims._sink_tokens.default, [*others, token])
 
+    def replace(self, collective: Node) -> int:
+        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was."""
+        self.added = []
+        try:
+            return (replace_gather if collective.target is GATHER else replace_scatter)(self, collective)
+        except Left:
+            self.erase(self.added[::-1])
+            raise
+
     def erase(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
             if not node.users:
@@ -221,15 +229,20 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     chain, dim = _gathered(gather, ranks)  # type: ignore[arg-type]
     wait, whole = chain[1], chain[-1]
     views, products = _products(whole)
+    casts = [user for user in whole.users if user.target is CAST]
+    if not products and len(casts) == len(whole.users) == 1:  # cast before the gather is the same, and less to send
+        whole = casts[0]
+        chain.append(whole)
+        views, products = _products(whole)
     if not products:
-        raise Left("no product takes what is gathered", beside=False)
+        raise Left("no product takes what is gathered")
     if dim == value(whole).dim() - 1:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
     ready, reasons, early = [], [], set()
     for product in products:
         try:
-            _check_dtypes(product, value(shard))
+            _check_dtypes(product, value(whole))
             early |= _needed(product, {*chain, *views}, order, order[wait])
             ready.append(product)
         except Left as left:
@@ -247,27 +260,27 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
 def _put_ag_gemm(
     rewrite: Rewrite, shard: Node, products: list[Product], chain: list[Node], dim: int, ranks: int, group: str
 ) -> None:
-    whole, fused = chain[-1], {p.node for p in products}
-    sizes = shape(whole)
-    columns = sizes[-1]
-    rows = rewrite.rows(rewrite.reshaped(shard, [-1, columns]) if value(shard).dim() != 2 else shard)
-    biases = [p.bias for p in products if p.bias is not None]
-    inside = len(biases) == len(products)
-    keep = any(user not in fused for user in _users(whole)) or len(chain[0].users) > 1
-    weights = [rewrite.transposed(p.right) for p in products]
-    results = rewrite.call(
-        library.ag_gemm_op, rows, weights, biases if inside else [], library.EVEN, keep, group
-    )
+    whole, sizes = chain[-1], shape(chain[-1])
+    if whole.target is CAST:
+        shard = rewrite.add(CAST, shard, whole.args[1])
+    rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
+    weights, biases = [rewrite.transposed(p.right) for p in products], [p.bias for p in products if p.bias is not None]
+    inside = len(biases) == len(products)  # the op takes one for each weight, or none
+    keep = not set(_users(whole)) <= {p.node for p in products}
+    results = rewrite.call(library.ag_gemm_op, rows, weights, biases if inside else [], library.EVEN, keep, group)
+    news = []
     for i, product in enumerate(products):
         z = rewrite.add(operator.getitem, results, i)
         if not inside and product.bias is not None:
             z = rewrite.add(aten.add.Tensor, z, product.bias)
         z = rewrite.whole(z, [*sizes[:-1], shape(z)[1]], dim, ranks)
-        product.node.replace_all_uses_with(rewrite.reshaped(z, shape(product.node)))
-        rewrite.graph.erase_node(product.node)
+        news.append(rewrite.reshaped(z, shape(product.node)))
     if keep:
         gathered = rewrite.add(operator.getitem, results, len(products))
         whole.replace_all_uses_with(rewrite.whole(gathered, sizes, dim, ranks))
+    for product, new in zip(products, news, strict=True):
+        product.node.replace_all_uses_with(new)
+        rewrite.graph.erase_node(product.node)
 
 
 def _users(whole: Node) -> list[Node]:
@@ -279,7 +292,7 @@ def _gathered(gather: Node, ranks: int) -> tuple[list[Node], int]:
     """The nodes from an all_gather to the whole tensor, and the dimension along which it is gathered."""
     waits = [user for user in gather.users if user.target is WAIT]
     if len(waits) != 1 or len(gather.users) != 1:
-        raise Left("its result is taken before it has been waited for", beside=False)
+        raise Left("its result is taken before it has been waited for")
     wait = waits[0]
     parts = [n for user in wait.users for n in (user.users if user.target in SPLITS else [user])]
     cats = {cat for part in parts for cat in part.users}
@@ -335,7 +348,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     source, operation, ranks, group = scatter.args
     waits = [user for user in scatter.users if user.target is WAIT]
     if len(waits) != 1:
-        raise Left("its result is never waited for", beside=False)
+        raise Left("its result is never waited for")
     cat, dim, between = source, 0, []
     if source.target is aten.cat.default and (*source.args, 0)[1] == 0:  # type: ignore[union-attr]
         found = chunks(source.args[0], ranks)  # type: ignore[union-attr, arg-type]
@@ -371,7 +384,7 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
     if product is None and not keeps_rows(node):
         added = node.target is aten.add.Tensor and not node.kwargs and all(isinstance(n, Node) for n in node.args)
         if not added or not all(same(shape(n), shape(node)) for n in node.args):  # type: ignore[arg-type]
-            raise Left(f"what it scatters, {node}, is not a product", beside=False)
+            raise Left(f"what it scatters, {node}, is neither a product nor a sum of products")
     if not set(node.users) <= users:
         raise Left(f"{node} is not only scattered, but used elsewhere, too")
     if product is not None:
@@ -392,7 +405,7 @@ def _bias(products: list[Product], ranks: int) -> Node | None:
     if not biases:
         return None
     (bias, *more) = biases
-    if more or bias.target is not aten.div.Tensor or bias.kwargs or not equal(bias.args[1], ranks):
+    if more or bias.target is not aten.div.Tensor or bias.kwargs or bias.args[1] != ranks:
         raise Left(f"its bias {bias} is not one divided by the {ranks} ranks, so each may add another")
     return bias.args[0]  # type: ignore[return-value]
 
