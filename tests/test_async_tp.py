@@ -379,7 +379,25 @@ def test_the_token():
     run_ranks(threaded, 2)
 
 
-# reports
+# groups and reports
+
+
+def of_a_group(group):
+    """Only collectives of the group that is named are replaced."""
+    other = dist.group.WORLD
+
+    def program(x, w, v, u, b, group):
+        return gathered(x, 0, group) @ w.T, gathered(x, 0, other) @ w.T
+
+    given, tps = operands("rows", group), [AsyncTP(group), AsyncTP()]
+    for tp in tps:
+        tp(traced(program, given, group).graph)
+    assert [tp.replaced for tp in tps] == [1, 2] and tps[0].uuid() != tps[1].uuid()
+    assert list(tps[0].graphs[0].left.values()) == [f"it is one of group {other.group_name!r}, not of {group.group_name!r}"]
+
+
+def test_one_group():
+    run_ranks(of_a_group, 2)
 
 
 def told(group):

@@ -16,6 +16,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -74,11 +75,16 @@ class AsyncTP(CustomGraphPass):
     torch's ColwiseParallel, RowwiseParallel and SequenceParallel make. With further options: ``options={**async_tp.options, …}``.
     Where the call of torch.compile is not yours, set ``torch._inductor.config.post_grad_custom_pre_pass`` to the pass.
 
+    Args:
+        group: the tensor-parallel group; collectives of others stay. Collectives of any group if None: their ranks must be among
+            those of fluxlike.init, so name the group where the model is spread over more, as by FSDP over several machines.
+
     A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
     cache of graphs is not compiled anew, and not reported; the pass is part of the key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         #: A report for each graph with collectives or products, in the order in which they were compiled.
         self.graphs: list[GraphReport] = []
 
@@ -120,7 +126,7 @@ class AsyncTP(CustomGraphPass):
         for node in collectives:
             name = node.name
             try:
-                report.replaced_products += work.replace(node)
+                report.replaced_products += work.replace(node, library.name_of(self.group) or None)
                 replaced += 1
             except rewrite.Left as left:
                 report.left[name] = str(left)
@@ -137,8 +143,8 @@ class AsyncTP(CustomGraphPass):
         self.graphs.append(report)
 
     def uuid(self) -> bytes:
-        """For inductor's cache: changes with the library, and with what the pass is made of."""
-        digest = hashlib.sha256(__version__.encode())
+        """For inductor's cache: changes with the library, with what the pass is made of, and with the group."""
+        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)}".encode())
         for module in (__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()

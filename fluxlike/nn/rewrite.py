@@ -77,8 +77,14 @@ def known(sizes: Sequence[Any]) -> list[int]:
     return found
 
 
-def group_name(group: Any) -> str:
-    return group if isinstance(group, str) else group.group_name
+def arguments(collective: Node) -> list[Any]:
+    """All arguments of a collective in order; the last is the name of its group."""
+    names = [a.name for a in collective.target._schema.arguments]  # type: ignore[union-attr]
+    given: list[Any] = [*collective.args, *(collective.kwargs[name] for name in names[len(collective.args) :])]
+    group = given.pop()
+    if isinstance(group, Node):
+        raise Left("its group is an input of the graph")
+    return [*given, group if isinstance(group, str) else group.group_name]
 
 
 def product_of(node: Any) -> Product | None:
@@ -205,8 +211,14 @@ class Rewrite:
         with self.graph.inserting_before(next(iter(reversed(self.graph.nodes)))):
             self.add(prims._sink_tokens.default, [*others, token])
 
-    def replace(self, collective: Node) -> int:
-        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was."""
+    def replace(self, collective: Node, group: str | None) -> int:
+        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was.
+
+        ``group``: the name of the one group whose collectives are replaced; None for any.
+        """
+        *_, of = arguments(collective)
+        if group not in (None, of):
+            raise Left(f"it is one of group {of!r}, not of {group!r}")
         self.added = []
         try:
             return (replace_gather if collective.target is GATHER else replace_scatter)(self, collective)
@@ -225,7 +237,7 @@ class Rewrite:
 
 def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     """ag_gemm for an all_gather and the products of what it gathers; how many products. Raises Left."""
-    shard, ranks, group = gather.args
+    shard, ranks, group = arguments(gather)
     chain, dim = _gathered(gather, ranks)  # type: ignore[arg-type]
     wait, whole = chain[1], chain[-1]
     views, products = _products(whole)
@@ -252,7 +264,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     for node in sorted(early, key=order.__getitem__):
         wait.prepend(node)
     with rewrite.graph.inserting_before(wait):
-        _put_ag_gemm(rewrite, shard, ready, chain, dim, ranks, group_name(group))  # type: ignore[arg-type]
+        _put_ag_gemm(rewrite, shard, ready, chain, dim, ranks, group)
     rewrite.erase([*reversed(views), *reversed(chain)])
     return len(ready)
 
@@ -345,7 +357,7 @@ def _needed(product: Product, banned: set[Node], order: dict[Node, int], since: 
 
 def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     """gemm_rs for a reduce_scatter and the product, or the sum of products, that it sums; how many products. Raises Left."""
-    source, operation, ranks, group = scatter.args
+    source, operation, ranks, group = arguments(scatter)
     waits = [user for user in scatter.users if user.target is WAIT]
     if len(waits) != 1:
         raise Left("its result is never waited for")
@@ -368,7 +380,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
         x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))  # type: ignore[arg-type]
-        y = rewrite.call(library.gemm_rs_op, x, rewrite.transposed(right), bias, group_name(group))
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.transposed(right), bias, group)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
         y = rewrite.reshaped(y, shape(waits[0]))
