@@ -200,6 +200,12 @@ def test_blocks_trained():
             assert [found for found, _ in counts] == [TWICE, ONCE, TWICE]
 
 
+@pytest.mark.slow
+def test_a_block_trained_by_inductor():
+    for counts in run_ranks(trained, 2, cases=[((2, 8), 1, True, True)], inductor=True, timeout=400):
+        assert counts == [(ONCE, [])]
+
+
 # graphs
 
 
@@ -228,7 +234,9 @@ GRAPHS = {
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
     "cast": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g).float() @ w.T, 1, 1, ""),
-    "features": ((4, K // 2), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w[:, : g.size() * K // 2]), 1, 0, "features"),
+    "a weight and a bias with gaps": (
+        (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
+    "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
     "of itself": ((4, K), lambda x, w, v, u, b, g: (y := gathered(x, 0, g)) @ y.T, 1, 0, "comes from what is gathered"),
     "of doubles": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g) @ w.T.double(), 1, 0, "torch.float64"),
     "no product": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).relu() @ w.T, 1, 0, "no product takes"),

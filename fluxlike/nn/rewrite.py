@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..ops import library  # registers the ops
+from ..ops import library, tiling
 from ..ops.context import DTYPES
 
 aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
@@ -166,10 +166,18 @@ class Rewrite:
     def reshaped(self, x: Node, sizes: Sequence[Any]) -> Node:
         return x if same(shape(x), sizes) else self.add(aten.reshape.default, x, known(sizes))
 
-    def transposed(self, x: Node) -> Node:
-        if x.target is aten.permute.default and x.args[1] == [1, 0]:
-            return x.args[0]  # type: ignore[return-value]
-        return self.add(aten.permute.default, x, [1, 0])
+    def weight(self, right: Node) -> Node:
+        """The right side [K, N] of a product as the weight [N, K] of a call."""
+        if right.target is aten.permute.default and right.args[1] == [1, 0]:
+            w: Any = right.args[0]
+        else:
+            w = self.add(aten.permute.default, right, [1, 0])
+        legal = tiling.is_row_major(value(w)) or equal(value(w).stride(0), 1)
+        return w if legal else self.add(aten.clone.default, w, memory_format=torch.contiguous_format)
+
+    def bias(self, bias: Node) -> Node:
+        dense = equal(value(bias).stride(0), 1)
+        return bias if dense else self.add(aten.clone.default, bias, memory_format=torch.contiguous_format)
 
     def whole(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
         """Rows of all ranks, one after the other, as the whole of ``sizes`` [… features], spread along ``dim``."""
@@ -252,7 +260,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
     ready, reasons, early = [], [], set()
-    for product in products:
+    for product in sorted(products, key=lambda p: order[p.node]):
         try:
             _check_dtypes(product, value(whole))
             early |= _needed(product, {*chain, *views}, order, order[wait])
@@ -276,7 +284,7 @@ def _put_ag_gemm(
     if whole.target is CAST:
         shard = rewrite.add(CAST, shard, whole.args[1])
     rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
-    weights, biases = [rewrite.transposed(p.right) for p in products], [p.bias for p in products if p.bias is not None]
+    weights, biases = [rewrite.weight(p.right) for p in products], [rewrite.bias(p.bias) for p in products if p.bias is not None]
     inside = len(biases) == len(products)  # the op takes one for each weight, or none
     keep = not set(_users(whole)) <= {p.node for p in products}
     results = rewrite.call(library.ag_gemm_op, rows, weights, biases if inside else [], library.EVEN, keep, group)
@@ -367,6 +375,9 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         if found is not None:
             source, dim = found
             between = [cat, *cat.all_input_nodes, *(n.args[0] for n in cat.all_input_nodes if n.target is operator.getitem)]  # type: ignore
+    for node in between:
+        if not set(node.users) <= {scatter, *between}:
+            raise Left(f"{node} is not only scattered, but used elsewhere, too")
     products: list[Product] = []
     path = _summed(source, {scatter, *between}, products)  # type: ignore[arg-type]
     if operation not in ("sum", "avg"):
@@ -380,7 +391,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
         x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))  # type: ignore[arg-type]
-        y = rewrite.call(library.gemm_rs_op, x, rewrite.transposed(right), bias, group)
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), bias and rewrite.bias(bias), group)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
         y = rewrite.reshaped(y, shape(waits[0]))
