@@ -202,7 +202,7 @@ def test_blocks_trained():
 
 @pytest.mark.slow
 def test_a_block_trained_by_inductor():
-    for counts in run_ranks(trained, 2, cases=[((2, 8), 1, True, True)], inductor=True, timeout=400):
+    for counts in run_ranks(trained, 2, cases=[((2, 8), 1, True, True)], inductor=True, timeout=600):
         assert counts == [(ONCE, [])]
 
 
@@ -329,6 +329,29 @@ def test_graphs_of_four_ranks():
 
 def test_graphs_of_any_size():
     run_ranks(sized, 2, names=["several, some with a bias, and the gathered", "its bias"])
+
+
+def undone(group):
+    """A graph that cannot be replaced, which shows when a call is there already, is left as it was."""
+
+    class Seen(AsyncTP):
+        def __call__(self, graph):
+            super().__call__(graph)
+            assert "fluxlike" not in str(graph), graph
+
+    compilable()
+    tp, function = Seen(), GRAPHS["batch"][1]
+    fast = torch.compile(lambda *t: function(*t, group), fullgraph=True, backend=plainly(tp))
+    given = operands("batch", group)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(given[0], dim)
+    with torch.no_grad():
+        close(fast(*given), function(*given, group), "undone")
+    assert "more than one of the sizes" in str(tp) and tp.replaced == 0, str(tp)
+
+
+def test_what_cannot_be_replaced_stays():
+    run_ranks(undone, 2)
 
 
 # effects
