@@ -223,7 +223,7 @@ def sliced(x, dim, ranks, group):
     return torch.cat([whole[i * part : (i + 1) * part] for i in range(ranks)], dim)
 
 
-ROWS, K, N = 8, 6, 10
+ROWS, K, N = 8, 6, 12
 #: name: (shape of x, function of x, weights w [N, K], v [N, K], u [K, N], bias b [N] and group; collectives, replaced; why not).
 GRAPHS = {
     "rows": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ w.T, 1, 1, ""),
