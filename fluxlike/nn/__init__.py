@@ -1,6 +1,19 @@
-"""Tensor- and sequence-parallel layers, and styles for torch's parallelize_module, over gemm_rs and ag_gemm."""
+"""Layers, styles for torch's parallelize_module, and a pass of torch.compile: tensor-parallel models over gemm_rs and ag_gemm."""
+
+from typing import TYPE_CHECKING, Any
 
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .styles import ColwiseParallel, RowwiseParallel, SharedGather
 
-__all__ = ["ColumnParallelLinear", "ColwiseParallel", "RowParallelLinear", "RowwiseParallel", "SharedGather"]
+if TYPE_CHECKING:
+    from .async_tp import AsyncTP
+
+__all__ = ["AsyncTP", "ColumnParallelLinear", "ColwiseParallel", "RowParallelLinear", "RowwiseParallel", "SharedGather"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AsyncTP":  # not before it is used: it loads parts of inductor
+        from .async_tp import AsyncTP
+
+        return AsyncTP
+    raise AttributeError(f"module 'fluxlike.nn' has no attribute {name!r}")

@@ -1,0 +1,158 @@
+"""AsyncTP: a pass of torch.compile that puts a tensor-parallel model on ag_gemm and gemm_rs, without a change to the model.
+
+Inductor calls the pass on the graph of the forward and on that of the backward, each after autograd has made it. So the calls that
+are put in need no gradients of their own, and what the forward keeps for the backward has been settled before: it is the gathered
+input, as without the pass, and ag_gemm returns it.
+
+Other ranks wait for each call. The pass comes after the point where torch.compile threads a token through calls with an effect on
+others, so it threads the token itself, as torch would have: `rewrite.Rewrite.thread`. For inductor each call then depends on the
+one before it; none is dropped, merged or moved past another, whatever inductor does to the order of the rest. All ranks compile
+the same model, so they make the same calls in the same order; if they do not, the calls themselves find out and raise.
+"""
+
+import dataclasses
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .. import __version__
+from ..ops import library
+from . import rewrite
+
+log = logging.getLogger("fluxlike")
+
+
+@dataclasses.dataclass
+class GraphReport:
+    """What was found in one graph, and what became of it.
+
+    ``kind``: "forward", "backward", or "inference", without gradients. ``gathers``, ``scatters``: all_gather and
+    reduce_scatter found, and replaced. ``products``: matrix products found, and computed by the calls put in. ``left``: why each
+    collective stays that does, by its name in the graph.
+    """
+
+    kind: str
+    gathers: int
+    scatters: int
+    products: int
+    replaced_gathers: int = 0
+    replaced_scatters: int = 0
+    replaced_products: int = 0
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def found(self) -> int:
+        return self.gathers + self.scatters
+
+    @property
+    def replaced(self) -> int:
+        return self.replaced_gathers + self.replaced_scatters
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kind}: {self.replaced_gathers} of {self.gathers} all_gather and {self.replaced_scatters} of {self.scatters} "
+            f"reduce_scatter replaced, with {self.replaced_products} of {self.products} products"
+        ]
+        return "\n".join(lines + [f"    {name} stays: {why}" for name, why in self.left.items()])
+
+
+class AsyncTP(CustomGraphPass):
+    """Finds all_gather → products and products → reduce_scatter in compiled graphs, and replaces them by ag_gemm and gemm_rs.
+
+    ::
+
+        async_tp = fluxlike.nn.AsyncTP()
+        model = torch.compile(model, options=async_tp.options)
+        model(x).sum().backward()
+        print(async_tp)                 # for each graph: what was found, what replaced, and why not the rest
+
+    The model is any whose compiled graphs have functional collectives of a group that fluxlike.init spans, as those have that
+    torch's ColwiseParallel, RowwiseParallel and SequenceParallel make. With further options: ``options={**async_tp.options, …}``.
+    Where the call of torch.compile is not yours, set ``torch._inductor.config.post_grad_custom_pre_pass`` to the pass.
+
+    Args:
+        group: the tensor-parallel group; collectives of others stay. Collectives of any group if None: their ranks must be among
+            those of fluxlike.init, so name the group where the model is spread over more, as by FSDP over several machines.
+
+    A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
+    cache of graphs is not compiled anew, and not reported; the pass is part of the key.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        #: A report for each graph with collectives or products, in the order in which they were compiled.
+        self.graphs: list[GraphReport] = []
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For ``torch.compile(…, options=…)``."""
+        return {"post_grad_custom_pre_pass": self}
+
+    @property
+    def found(self) -> int:
+        """Collectives found, in all graphs."""
+        return sum(report.found for report in self.graphs)
+
+    @property
+    def replaced(self) -> int:
+        """Collectives replaced, in all graphs."""
+        return sum(report.replaced for report in self.graphs)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.graphs)) or "no graph has been compiled with this pass"
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        gathers, scatters, products = (
+            [n for n in graph.nodes if n.target in targets]
+            for targets in ([rewrite.GATHER], [rewrite.SCATTER], rewrite.PRODUCTS)
+        )
+        report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
+        if gathers or scatters:
+            work = rewrite.Rewrite(graph)
+            report.replaced_gathers = self._replace(work, gathers, report)
+            report.replaced_scatters = self._replace(work, scatters, report)
+            if report.replaced:
+                work.thread()
+                graph.lint()
+        self._tell(report)
+
+    def _replace(self, work: rewrite.Rewrite, collectives: list[torch.fx.Node], report: GraphReport) -> int:
+        replaced = 0
+        for node in collectives:
+            name = node.name
+            try:
+                report.replaced_products += work.replace(node, library.name_of(self.group) or None)
+                replaced += 1
+            except rewrite.Left as left:
+                report.left[name] = str(left)
+        return replaced
+
+    def _tell(self, report: GraphReport) -> None:
+        if not report.found and not report.products:
+            return
+        log.info("AsyncTP: %s", report)
+        # of graphs without collectives only until one had some: a model may have parts that are not parallel
+        if report.products and not report.replaced and (report.found or not self.replaced):
+            why = f"\n{report}" if report.found else ": no all_gather and no reduce_scatter is in it; is the model sharded?"
+            log.warning("AsyncTP: nothing was replaced in the graph of %s with %d products%s", report.kind, report.products, why)
+        self.graphs.append(report)
+
+    def uuid(self) -> bytes:
+        """For inductor's cache: changes with the library, with what the pass is made of, and with the group."""
+        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)}".encode())
+        for module in (__file__, rewrite.__file__, library.__file__):
+            digest.update(Path(module).read_bytes())
+        return digest.digest()
+
+
+def _kind(graph: torch.fx.Graph) -> str:
+    """What torch names the inputs after."""
+    names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+    if any(name.startswith("tangents") for name in names):
+        return "backward"
+    return "forward" if any(name.startswith("primals") for name in names) else "inference"

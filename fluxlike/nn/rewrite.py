@@ -1,0 +1,437 @@
+"""Finding collectives next to products in an FX graph, and putting ``torch.ops.fluxlike.*`` in their place.
+
+The graphs are those that inductor passes on after autograd: aten ops without mutation, and ``_c10d_functional`` collectives, which
+gather and scatter along dimension 0 only. Along another dimension d the ranks' parts come as chunks that are concatenated anew::
+
+    gather along d:   wait(all_gather(shard)) -> R chunks along 0 -> cat along d = G
+    scatter along d:  P -> R chunks along d -> cat along 0 -> wait(reduce_scatter)
+
+Products are of two dimensions. Between them and G or P may be any reshapes that keep the last dimension: rows stay rows, in their
+order, and that is all that matters here. ag_gemm and gemm_rs have the ranks' rows one rank after the other; where G or P has them
+otherwise (d > 0 and a batch), one copy brings them in order, as the cat did.
+"""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._higher_order_ops.effects import _EffectType, _get_effect
+from torch._inductor import inductor_prims
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from ..ops import library, tiling
+from ..ops.context import DTYPES
+
+aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
+with_effects = torch.ops.higher_order.with_effects
+
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default)
+CAST = prims.convert_element_type.default
+GATHER, SCATTER, WAIT = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.wait_tensor.default
+
+
+class Left(Exception):
+    """Why a collective stays as it is."""
+
+
+@dataclasses.dataclass
+class Product:
+    """``left [M, K] @ right [K, N] + bias [N]``"""
+
+    node: Node
+    left: Node
+    right: Node
+    bias: Node | None
+
+
+def value(node: Any) -> Any:
+    """The fake tensor or symbolic size that a node stands for."""
+    return node.meta["val"] if isinstance(node, Node) else node
+
+
+def shape(node: Node) -> torch.Size:
+    return value(node).shape
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are the same, for all that is known without a guard."""
+    return statically_known_true(value(a) == value(b))
+
+
+def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def known(sizes: Sequence[Any]) -> list[int]:
+    """Sizes as a reshape takes them: -1 stands for one that is not known."""
+    found = [size if isinstance(size, int) else -1 for size in sizes]
+    if found.count(-1) > 1:
+        raise Left(f"more than one of the sizes {list(sizes)} is dynamic")
+    return found
+
+
+def arguments(collective: Node) -> list[Any]:
+    """All arguments of a collective in order; the last is the name of its group."""
+    names = [a.name for a in collective.target._schema.arguments]  # type: ignore[union-attr]
+    given: list[Any] = [*collective.args, *(collective.kwargs[name] for name in names[len(collective.args) :])]
+    group = given.pop()
+    if isinstance(group, Node):
+        raise Left("its group is an input of the graph")
+    return [*given, group if isinstance(group, str) else group.group_name]
+
+
+def product_of(node: Any) -> Product | None:
+    if not isinstance(node, Node) or node.target not in PRODUCTS or any(value != 1 for value in node.kwargs.values()):
+        return None
+    if node.target is aten.mm.default:
+        return Product(node, node.args[0], node.args[1], None)  # type: ignore[arg-type]
+    bias, left, right = node.args
+    if value(bias).dim() != 1 or not equal(shape(bias)[0], shape(node)[1]):  # type: ignore[arg-type]
+        return None
+    return Product(node, left, right, bias)  # type: ignore[arg-type]
+
+
+def keeps_rows(node: Any) -> bool:
+    """Whether a node is a reshape whose rows, of the last dimension, are those of its input."""
+    return isinstance(node, Node) and node.target in RESHAPES and equal(shape(node)[-1], shape(node.args[0])[-1])  # type: ignore[arg-type]
+
+
+def chunks(parts: Any, ranks: int) -> tuple[Node, int] | None:
+    """The tensor and the dimension of which ``parts`` are the chunks of all ranks, in their order."""
+    if not isinstance(parts, (list, tuple)) or len(parts) != ranks:
+        return None
+    found = [_chunk(part) for part in parts]
+    if any(f is None for f in found):
+        return None
+    source, dim, _ = found[0]  # type: ignore[misc]
+    part = shape(parts[0])[dim]
+    for i, (of, along, start) in enumerate(found):  # type: ignore[misc]
+        if of is not source or along != dim or not equal(start, part * i) or not equal(shape(parts[i])[dim], part):
+            return None
+    return (source, dim) if equal(shape(source)[dim], part * ranks) else None
+
+
+def _chunk(part: Any) -> tuple[Any, Any, Any] | None:
+    """Of what a node is a part, along which dimension, and where it begins."""
+    target = getattr(part, "target", None)
+    if target == operator.getitem and part.args[0].target in SPLITS:
+        split, index = part.args
+        source, _, dim = (*split.args, 0)[:3]
+        dim = dim % value(source).dim()
+        return source, dim, sum(t.shape[dim] for t in value(split)[:index])
+    if target is aten.slice.Tensor:
+        given = tuple(part.args)
+        source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
+        return (source, dim % value(source).dim(), value(start) or 0) if step == 1 else None
+    return None
+
+
+class Rewrite:
+    """A graph, what is put into it, and where."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        fakes = (n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+        self.mode: FakeTensorMode = next(fakes).fake_mode  # type: ignore[attr-defined]
+        #: What has been put in for the collective at hand.
+        self.added: list[Node] = []
+
+    def add(self, target: Callable, *args: Any, **kwargs: Any) -> Node:
+        """A call at the graph's insertion point, with the fake result that later passes look at."""
+        node = self.graph.call_function(target, args, kwargs)
+        self.added.append(node)
+        given, named = torch.fx.map_arg((args, kwargs), value)
+        with self.mode:
+            node.meta["val"] = target(*given, **named)
+        return node
+
+    def call(self, op: Any, *args: Any) -> Node:
+        """A call of an op with an ordered effect; `thread` gives it its token."""
+        return self.add(operator.getitem, self.add(with_effects, self.add(prims._make_token.default), op._opoverload, *args), 1)
+
+    def rows(self, x: Node) -> Node:
+        """x [M, K] in rows that lie one after the other: inductor is free to lay out what it computes, and the op has a rule."""
+        (columns,) = known(shape(x)[1:])
+        if columns < 0:
+            raise Left("the number of columns is dynamic")
+        return self.add(inductor_prims.force_stride_order, x, [columns, 1])
+
+    def reshaped(self, x: Node, sizes: Sequence[Any]) -> Node:
+        return x if same(shape(x), sizes) else self.add(aten.reshape.default, x, known(sizes))
+
+    def weight(self, right: Node) -> Node:
+        """The right side [K, N] of a product as the weight [N, K] of a call."""
+        if right.target is aten.permute.default and right.args[1] == [1, 0]:
+            w: Any = right.args[0]
+        else:
+            w = self.add(aten.permute.default, right, [1, 0])
+        legal = tiling.is_row_major(value(w)) or equal(value(w).stride(0), 1)
+        return w if legal else self.add(aten.clone.default, w, memory_format=torch.contiguous_format)
+
+    def bias(self, bias: Node) -> Node:
+        dense = equal(value(bias).stride(0), 1)
+        return bias if dense else self.add(aten.clone.default, bias, memory_format=torch.contiguous_format)
+
+    def whole(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
+        """Rows of all ranks, one after the other, as the whole of ``sizes`` [… features], spread along ``dim``."""
+        *front, last = sizes
+        if all(equal(size, 1) for size in front[:dim]):
+            return self.reshaped(rows, sizes)
+        parts = self.add(aten.reshape.default, rows, known([ranks, *front[:dim], front[dim] // ranks, *front[dim + 1 :], last]))
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
+        return self.add(aten.reshape.default, self.add(aten.permute.default, parts, order), known(sizes))
+
+    def spread(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
+        """The inverse: rows of the whole of ``sizes`` as rows of the ranks, one after the other."""
+        *front, last = sizes
+        if all(equal(size, 1) for size in front[:dim]):
+            return rows
+        parts = [*front[:dim], ranks, front[dim] // ranks, *front[dim + 1 :], last]
+        order = [dim, *range(dim), *range(dim + 1, len(parts))]
+        apart = self.add(aten.permute.default, self.add(aten.reshape.default, rows, known(parts)), order)
+        return self.add(aten.reshape.default, apart, known(shape(rows)))
+
+    def thread(self) -> None:
+        """One token through all calls with an ordered effect, those that were there and those put in, in the graph's order."""
+        calls = [n for n in self.graph.nodes if n.target is with_effects and _get_effect(n.args[1]) is _EffectType.ORDERED]
+        with self.graph.inserting_before(next(iter(self.graph.nodes))):
+            token = self.add(prims._make_token.default)
+        ends = []
+        for call in calls:
+            before, call.args = call.args[0], (token, *call.args[1:])
+            if before.target is prims._make_token.default and not before.users:
+                self.graph.erase_node(before)
+            taken = [n for n in call.users if n.target is operator.getitem and n.args[1] == 0]
+            with self.graph.inserting_after(call):
+                token = taken[0] if taken else self.add(operator.getitem, call, 0)
+            ends.append(token)
+        sinks = [n for n in self.graph.nodes if n.target is prims._sink_tokens.default]
+        others = [t for sink in sinks for t in sink.args[0] if t not in ends]
+        for sink in sinks:
+            self.graph.erase_node(sink)
+        with self.graph.inserting_before(next(iter(reversed(self.graph.nodes)))):
+            self.add(prims._sink_tokens.default, [*others, token])
+
+    def replace(self, collective: Node, group: str | None) -> int:
+        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was.
+
+        ``group``: the name of the one group whose collectives are replaced; None for any.
+        """
+        *_, of = arguments(collective)
+        if group not in (None, of):
+            raise Left(f"it is one of group {of!r}, not of {group!r}")
+        self.added = []
+        try:
+            return (replace_gather if collective.target is GATHER else replace_scatter)(self, collective)
+        except Left:
+            self.erase(self.added[::-1])
+            raise
+
+    def erase(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if not node.users:
+                self.graph.erase_node(node)
+
+
+# -- all_gather -> products --------------------------------------------------------------------------------------------------
+
+
+def replace_gather(rewrite: Rewrite, gather: Node) -> int:
+    """ag_gemm for an all_gather and the products of what it gathers; how many products. Raises Left."""
+    shard, ranks, group = arguments(gather)
+    chain, dim = _gathered(gather, ranks)  # type: ignore[arg-type]
+    wait, whole = chain[1], chain[-1]
+    views, products = _products(whole)
+    casts = [user for user in whole.users if user.target is CAST]
+    if not products and len(casts) == len(whole.users) == 1:  # cast before the gather is the same, and less to send
+        whole = casts[0]
+        chain.append(whole)
+        views, products = _products(whole)
+    if not products:
+        raise Left("no product takes what is gathered")
+    if dim == value(whole).dim() - 1:
+        raise Left("it gathers the features, along which the product sums")
+    order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
+    ready, reasons, early = [], [], set()
+    for product in sorted(products, key=lambda p: order[p.node]):
+        try:
+            _check_dtypes(product, value(whole))
+            early |= _needed(product, {*chain, *views}, order, order[wait])
+            ready.append(product)
+        except Left as left:
+            reasons.append(str(left))
+    if not ready:
+        raise Left(reasons[0])
+    for node in sorted(early, key=order.__getitem__):
+        wait.prepend(node)
+    with rewrite.graph.inserting_before(wait):
+        _put_ag_gemm(rewrite, shard, ready, chain, dim, ranks, group)
+    rewrite.erase([*reversed(views), *reversed(chain)])
+    return len(ready)
+
+
+def _put_ag_gemm(
+    rewrite: Rewrite, shard: Node, products: list[Product], chain: list[Node], dim: int, ranks: int, group: str
+) -> None:
+    whole, sizes = chain[-1], shape(chain[-1])
+    if whole.target is CAST:
+        shard = rewrite.add(CAST, shard, whole.args[1])
+    rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
+    weights, biases = [rewrite.weight(p.right) for p in products], [rewrite.bias(p.bias) for p in products if p.bias is not None]
+    inside = len(biases) == len(products)  # the op takes one for each weight, or none
+    keep = not set(_users(whole)) <= {p.node for p in products}
+    results = rewrite.call(library.ag_gemm_op, rows, weights, biases if inside else [], library.EVEN, keep, group)
+    news = []
+    for i, product in enumerate(products):
+        z = rewrite.add(operator.getitem, results, i)
+        if not inside and product.bias is not None:
+            z = rewrite.add(aten.add.Tensor, z, product.bias)
+        z = rewrite.whole(z, [*sizes[:-1], shape(z)[1]], dim, ranks)
+        news.append(rewrite.reshaped(z, shape(product.node)))
+    if keep:
+        gathered = rewrite.add(operator.getitem, results, len(products))
+        whole.replace_all_uses_with(rewrite.whole(gathered, sizes, dim, ranks))
+    for product, new in zip(products, news, strict=True):
+        product.node.replace_all_uses_with(new)
+        rewrite.graph.erase_node(product.node)
+
+
+def _users(whole: Node) -> list[Node]:
+    """What takes a tensor, itself or reshaped with its rows kept."""
+    return [u for user in whole.users for u in (_users(user) if keeps_rows(user) and user.users else [user])]
+
+
+def _gathered(gather: Node, ranks: int) -> tuple[list[Node], int]:
+    """The nodes from an all_gather to the whole tensor, and the dimension along which it is gathered."""
+    waits = [user for user in gather.users if user.target is WAIT]
+    if len(waits) != 1 or len(gather.users) != 1:
+        raise Left("its result is taken before it has been waited for")
+    wait = waits[0]
+    parts = [n for user in wait.users for n in (user.users if user.target in SPLITS else [user])]
+    cats = {cat for part in parts for cat in part.users}
+    if len(cats) == 1 and (cat := cats.pop()).target is aten.cat.default and chunks(cat.args[0], ranks) == (wait, 0):
+        dim = (*cat.args, 0)[1] % value(cat).dim()  # type: ignore[operator]
+        splits = [user for user in wait.users if user.target in SPLITS]
+        return [gather, wait, *splits, *parts, cat], dim  # type: ignore[return-value]
+    return [gather, wait], 0
+
+
+def _products(whole: Node) -> tuple[list[Node], list[Product]]:
+    """The reshapes of a tensor that keep its rows, and the products whose left side they are."""
+    views, products, look = [], [], [whole]
+    while look:
+        node = look.pop()
+        for user in node.users:
+            if keeps_rows(user):
+                views.append(user)
+                look.append(user)
+            elif (product := product_of(user)) and product.left is node and product.right is not node:
+                products.append(product)
+    return views, products
+
+
+def _check_dtypes(product: Product, x: torch.Tensor) -> None:
+    dtypes = {x.dtype, *(value(n).dtype for n in (product.node, product.right, product.bias) if n is not None)}
+    if len(dtypes) > 1 or x.dtype not in DTYPES:
+        raise Left(f"the product {product.node} has dtypes {sorted(map(str, dtypes))}, not one of bfloat16, float16 and float32")
+
+
+def _needed(product: Product, banned: set[Node], order: dict[Node, int], since: int) -> set[Node]:
+    """What comes after ``since`` and must come before, for the weight and the bias of a product to be there."""
+    needed: set[Node] = set()
+    look = [n for n in (product.right, product.bias) if n is not None]
+    while look:
+        node = look.pop()
+        if node in banned:
+            raise Left(f"the other side of the product {product.node} comes from what is gathered")
+        if order[node] < since or node in needed or node.op in ("placeholder", "get_attr"):
+            continue
+        if node.is_impure() or node.target in (GATHER, SCATTER, with_effects):
+            raise Left(f"the other side of the product {product.node} waits for {node}, which cannot come before the gather")
+        needed.add(node)
+        look += node.all_input_nodes
+    return needed
+
+
+# -- products -> reduce_scatter ----------------------------------------------------------------------------------------------
+
+
+def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
+    """gemm_rs for a reduce_scatter and the product, or the sum of products, that it sums; how many products. Raises Left."""
+    source, operation, ranks, group = arguments(scatter)
+    waits = [user for user in scatter.users if user.target is WAIT]
+    if len(waits) != 1:
+        raise Left("its result is never waited for")
+    cat, dim, between = source, 0, []
+    if source.target is aten.cat.default and (*source.args, 0)[1] == 0:  # type: ignore[union-attr]
+        found = chunks(source.args[0], ranks)  # type: ignore[union-attr, arg-type]
+        if found is not None:
+            source, dim = found
+            between = [cat, *cat.all_input_nodes, *(n.args[0] for n in cat.all_input_nodes if n.target is operator.getitem)]  # type: ignore
+    for node in between:
+        if not set(node.users) <= {scatter, *between}:
+            raise Left(f"{node} is not only scattered, but used elsewhere, too")
+    products: list[Product] = []
+    path = _summed(source, {scatter, *between}, products)  # type: ignore[arg-type]
+    if operation not in ("sum", "avg"):
+        raise Left(f"it reduces by {operation!r}, not by 'sum' or 'avg'")
+    if dim == value(source).dim() - 1:
+        raise Left("it scatters the features")
+    for product in products:
+        _check_dtypes(product, value(product.left))
+    bias = _bias(products, ranks)  # type: ignore[arg-type]
+    with rewrite.graph.inserting_before(scatter):
+        left = _joined(rewrite, [p.left for p in products], 1)
+        right = _joined(rewrite, [p.right for p in products], 0)
+        x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))  # type: ignore[arg-type]
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), bias and rewrite.bias(bias), group)
+        if operation == "avg":
+            y = rewrite.add(aten.div.Tensor, y, ranks)
+        y = rewrite.reshaped(y, shape(waits[0]))
+    waits[0].replace_all_uses_with(y)
+    scatter.replace_all_uses_with(y, delete_user_cb=lambda user: user is not waits[0])
+    rewrite.erase([waits[0], scatter, *dict.fromkeys(between), *path])
+    return len(products)
+
+
+def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]:
+    """Collects the products of which ``node`` is the sum; the nodes from it down to them. Only ``users`` may take it."""
+    product = product_of(node)
+    if product is None and not keeps_rows(node):
+        added = node.target is aten.add.Tensor and not node.kwargs and all(isinstance(n, Node) for n in node.args)
+        if not added or not all(same(shape(n), shape(node)) for n in node.args):  # type: ignore[arg-type]
+            raise Left(f"what it scatters, {node}, is neither a product nor a sum of products")
+    if not set(node.users) <= users:
+        raise Left(f"{node} is not only scattered, but used elsewhere, too")
+    if product is not None:
+        products.append(product)
+        return [node]
+    path = [node]
+    inputs = node.args[:1] if keeps_rows(node) else node.args
+    if len(set(inputs)) < len(inputs):
+        raise Left(f"{node} adds one product to itself")
+    for n in inputs:
+        path += _summed(n, {node}, products)  # type: ignore[arg-type]
+    return path
+
+
+def _bias(products: list[Product], ranks: int) -> Node | None:
+    """The bias of a sum over ranks. DTensor divides a replicated one by their number, so that the sum has it once."""
+    biases = [p.bias for p in products if p.bias is not None]
+    if not biases:
+        return None
+    (bias, *more) = biases
+    if more or bias.target is not aten.div.Tensor or bias.kwargs or bias.args[1] != ranks:
+        raise Left(f"its bias {bias} is not one divided by the {ranks} ranks, so each may add another")
+    return bias.args[0]  # type: ignore[return-value]
+
+
+def _joined(rewrite: Rewrite, parts: list[Node], dim: int) -> Node:
+    return parts[0] if len(parts) == 1 else rewrite.add(aten.cat.default, parts, dim)

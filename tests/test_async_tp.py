@@ -1,0 +1,476 @@
+"""AsyncTP: the graphs of models under torch's own parallel styles, on ag_gemm and gemm_rs."""
+
+import contextlib
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import device, ints, run_ranks
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import fluxlike
+from fluxlike.nn import async_tp
+from fluxlike.nn.async_tp import AsyncTP
+from fluxlike.ops import ag_gemm as ag
+from fluxlike.ops import gemm_rs as rs
+
+HIDDEN, INNER, HEAD = 12, 16, 4
+
+
+class Feed(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, INNER, bias), nn.Linear(HIDDEN, INNER, bias)
+        self.down = nn.Linear(INNER, HIDDEN, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(HIDDEN, INNER, bias) for _ in range(3))
+        self.o = nn.Linear(INNER, HIDDEN, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        scores = torch.softmax(q @ k.transpose(-1, -2) / HEAD**0.5, -1)
+        return self.o((scores @ v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)])
+        self.attention, self.feed = Attention(bias), Feed(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.feed(self.norms[1](x))
+
+
+def block(mesh: DeviceMesh, dim: int, bias: bool, once: bool) -> Block:
+    """``once``: one gather before the layers that share it, as torchtitan has it, not one in each of them."""
+    torch.manual_seed(3)
+    whole, spread = Block(bias), Shard(dim)
+    taken = Replicate() if once else spread
+    column, row = ColwiseParallel(input_layouts=taken), RowwiseParallel(output_layouts=spread, use_local_output=False)
+    plan = {f"norms.{i}": SequenceParallel(sequence_dim=dim) for i in range(2)}
+    for name, columns, rows in (("attention", "qkv", "o"), ("feed", ("gate", "up"), "down")):
+        plan[name] = PrepareModuleInput(input_layouts=spread, desired_input_layouts=taken)
+        plan |= {f"{name}.{c}": column for c in columns} | {f"{name}.{rows}": row}
+    plan[""] = PrepareModuleInput(input_layouts=spread, desired_input_layouts=spread)
+    return parallelize_module(whole.to(mesh.device_type), mesh, plan)
+
+
+def plainly(tp, graphs=None):
+    """A backend that runs the graphs of forward and backward as the pass leaves them, without a compiler of kernels.
+
+    ``graphs``: a list for copies of those with collectives, as they were before.
+    """
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(module, inputs):
+        for node in module.graph.nodes:  # as inductor does
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        if graphs is not None and "_c10d_functional" in str(module.graph):
+            graphs.append(copy.deepcopy(module.graph))
+        tp(module.graph)
+        module.recompile()
+        return make_boxed_func(module.forward)
+
+    return aot_autograd(
+        fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table()
+    )
+
+
+def close(actual, expected, what):
+    a, b = (t.full_tensor() if isinstance(t, DTensor) else t for t in (actual, expected))
+    torch.testing.assert_close(a.detach().double(), b.detach().double(), rtol=2e-5, atol=2e-5, msg=lambda m: f"{what}: {m}")
+
+
+def numbers(shape, seed):
+    """Whole numbers whose products and sums in these tests are exact in float32."""
+    return ints(shape, torch.float32, seed, -2, 2, 1.0).to(device())
+
+
+def compilable():
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # the ranks may have no children
+    torch._inductor.config.force_disable_caches = True
+    torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def calls():
+    """The calls of the operations on this rank meanwhile: a list of their names."""
+    kept, made = (ag.call, rs.call), []
+    ag.call = lambda *args: made.append("ag_gemm") or kept[0](*args)
+    rs.call = lambda *args, **named: made.append("gemm_rs") or kept[1](*args, **named)
+    try:
+        yield made
+    finally:
+        ag.call, rs.call = kept
+
+
+# models
+
+
+def of_torch(graph):
+    """How many calls torch's own pass makes of the collectives of a graph."""
+    import torch.distributed._symmetric_memory as symmetric
+    from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
+
+    kept = dist.is_nccl_available, symmetric.is_symm_mem_enabled_for_group
+    dist.is_nccl_available, symmetric.is_symm_mem_enabled_for_group = (lambda: True), (lambda name: True)
+    try:
+        micro_pipeline_tp_pass(graph)
+    finally:
+        dist.is_nccl_available, symmetric.is_symm_mem_enabled_for_group = kept
+    return sum("symm_mem.fused" in str(node.target) for node in graph.nodes)
+
+
+def trained(group, cases, inductor=False):
+    """A step of the replaced model is one of the whole model; what was found, what replaced, what torch's pass replaces."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    counts = []
+    for shape, dim, bias, once in cases:
+        compilable()
+        what = f"{shape} along {dim}, bias={bias}, once={once}"
+        torch.manual_seed(3)
+        whole = Block(bias).double().to(device())
+        x = torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device())
+        all_of_x = x.double().requires_grad_()
+        y = whole(all_of_x)
+        y.square().sum().backward()
+        model, tp, graphs = block(mesh, dim, bias, once), AsyncTP(), []
+        how = {"options": tp.options} if inductor else {"backend": plainly(tp, graphs)}
+        fast = torch.compile(model, fullgraph=True, **how)
+        shard = x.chunk(size, dim)[rank].clone().requires_grad_()
+        with calls() as made:
+            z = fast(shard).to_local()
+            z.square().sum().backward()
+        close(z, y.chunk(size, dim)[rank], what)
+        close(shard.grad, all_of_x.grad.chunk(size, dim)[rank], what)
+        for name, plain in whole.named_parameters():
+            close(dict(model.named_parameters())[name].grad, plain.grad, f"gradient of {name}, {what}")
+        assert len(made) == tp.replaced, f"{made} is made of {tp.replaced} collectives, {what}"
+        assert [r.kind for r in tp.graphs] == ["forward", "backward"] and not any(r.left for r in tp.graphs), str(tp)
+        found = [(r.gathers, r.scatters, r.replaced_products, r.products) for r in tp.graphs]
+        counts.append((found, [of_torch(graph) for graph in graphs]))
+    return counts
+
+
+#: all_gather, reduce_scatter, products replaced, products: of the block's forward and backward.
+TWICE, ONCE = [(2, 2, 7, 7), (2, 5, 7, 14)], [(2, 2, 7, 7), (2, 2, 7, 14)]
+
+
+def test_a_block_trained():
+    """Also: torch's pass replaces none that has a bias, and no sum of products, which a gather for several layers comes back as."""
+    cases = [((2, 8), 1, True, False), ((8, 2), 0, False, True)]
+    for counts in run_ranks(trained, 2, cases=cases):
+        assert counts == [(TWICE, [0, 7]), (ONCE, [4, 2])]
+
+
+@pytest.mark.slow
+def test_blocks_trained():
+    cases = [((2, 8), 1, False, False), ((2, 8), 1, True, True), ((1, 8), 1, True, False)]
+    for world in (2, 4):
+        for counts in run_ranks(trained, world, cases=cases, timeout=300):
+            assert [found for found, _ in counts] == [TWICE, ONCE, TWICE]
+
+
+@pytest.mark.slow
+def test_a_block_trained_by_inductor():
+    for counts in run_ranks(trained, 2, cases=[((2, 8), 1, True, True)], inductor=True, timeout=600):
+        assert counts == [(ONCE, [])]
+
+
+# graphs
+
+
+def gathered(x, dim, group):
+    return functional.all_gather_tensor(x, dim, group)
+
+
+def scattered(x, dim, group, operation="sum"):
+    return functional.reduce_scatter_tensor(x, operation, dim, group)
+
+
+def sliced(x, dim, ranks, group):
+    """A gather along dim as torch writes it where it has to know no sizes."""
+    whole, part = functional.all_gather_tensor(x, 0, group), x.shape[0]
+    return torch.cat([whole[i * part : (i + 1) * part] for i in range(ranks)], dim)
+
+
+ROWS, K, N = 8, 6, 12
+#: name: (shape of x, function of x, weights w [N, K], v [N, K], u [K, N], bias b [N] and group; collectives, replaced; why not).
+GRAPHS = {
+    "rows": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ w.T, 1, 1, ""),
+    "batch": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w, b), 1, 1, ""),
+    "middle": ((2, 3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 2, g), w), 1, 1, ""),
+    "one of a batch": ((1, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w), 1, 1, ""),
+    "slices": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(sliced(x, 1, g.size(), g), w), 1, 1, ""),
+    "several, some with a bias, and the gathered": (
+        (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
+    "cast": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g).float() @ w.T, 1, 1, ""),
+    "a weight and a bias with gaps": (
+        (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
+    "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
+    "of itself": ((4, K), lambda x, w, v, u, b, g: (y := gathered(x, 0, g)) @ y.T, 1, 0, "comes from what is gathered"),
+    "of doubles": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g) @ w.T.double(), 1, 0, "torch.float64"),
+    "no product": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).relu() @ w.T, 1, 0, "no product takes"),
+    "a weight after another gather": (
+        (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ gathered(x.relu(), 0, g).T, 2, 0, "cannot come before the gather"),
+    "sum": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g), 1, 1, ""),
+    "mean": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g, "avg"), 1, 1, ""),
+    "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),
+    "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
+    "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
+    "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
+    "a bias of each": ((ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 0, g), 1, 0, "may add another"),
+    "features scattered": ((ROWS, K), lambda x, w, v, u, b, g: scattered(x @ w.T, 1, g), 1, 0, "scatters the features"),
+    "used twice": ((ROWS, N), lambda x, w, v, u, b, g: [scattered(y := x @ w, 0, g), y + 1], 1, 0, "used elsewhere"),
+    "not a product": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).relu(), 0, g), 1, 0, "neither a product"),
+    "the largest": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g, "max"), 1, 0, "reduces by 'max'"),
+    "there and back": (
+        (4, K), lambda x, w, v, u, b, g: scattered(F.gelu(gathered(x, 0, g) @ w.T) @ u.T, 0, g), 2, 2, ""),
+}  # fmt: skip
+
+
+def operands(name, group, rows=None):
+    shape, rank = GRAPHS[name][0], dist.get_rank(group)
+    if rows is not None:
+        shape = (*shape[:-2], rows, shape[-1])
+    x, w, v, u = (numbers(s, 10 * i + rank) for i, s in enumerate([shape, (N, K), (N, K), (K, N)]))
+    return x, w, v, u, numbers((N,), 77)  # a bias is the same on all ranks
+
+
+def traced(function, given, group):
+    """What inductor gets of a function without gradients."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        module = make_fx(lambda *t: function(*t, group), select_decomp_table(), "fake")(*given)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def as_list(result):
+    return result if isinstance(result, list) else [result]
+
+
+def replaced(group, names):
+    """What the graphs compute is what they did before; and what was found, replaced and why not is what the table says."""
+    for name in names:
+        _, function, found, expected, why = GRAPHS[name]
+        given, tp = operands(name, group), AsyncTP()
+        module = traced(function, given, group)
+        with torch.no_grad():
+            before = module(*given)
+            tp(module.graph)
+            module.recompile()
+            with calls() as made:
+                after = module(*given)
+        (report,) = tp.graphs
+        text = f"{name}: {tp}\n{module.graph}"
+        assert (tp.found, tp.replaced) == (found, expected) and len(made) == expected, text
+        assert len(report.left) == found - expected and why in " ".join(report.left.values()), text
+        assert (found > expected) == ("_c10d_functional" in text), text
+        assert expected or "with_effects" not in text, text
+        for actual, wanted in zip(as_list(after), as_list(before), strict=True):
+            close(actual, wanted, name)
+
+
+def sized(group, names):
+    """One graph for all lengths of a sequence."""
+    for name in names:
+        function, tp = GRAPHS[name][1], AsyncTP()
+        compilable()
+        fast = torch.compile(lambda *t, function=function: function(*t, group), fullgraph=True, backend=plainly(tp))
+        for rows in (4, 6, 10):
+            x, *rest = operands(name, group, rows)
+            torch._dynamo.mark_dynamic(x, x.dim() - 2)
+            with torch.no_grad():
+                for actual, wanted in zip(as_list(fast(x, *rest)), as_list(function(x, *rest, group)), strict=True):
+                    close(actual, wanted, name)
+        assert len(tp.graphs) == 1 and tp.replaced == tp.found == 1, f"{name}: {tp}"
+
+
+def test_graphs():
+    run_ranks(replaced, 2, names=list(GRAPHS))
+
+
+@pytest.mark.slow
+def test_graphs_of_four_ranks():
+    run_ranks(replaced, 4, names=list(GRAPHS))
+
+
+def test_graphs_of_any_size():
+    run_ranks(sized, 2, names=["several, some with a bias, and the gathered", "its bias"])
+
+
+def undone(group):
+    """A graph that cannot be replaced, which shows when a call is there already, is left as it was."""
+
+    class Seen(AsyncTP):
+        def __call__(self, graph):
+            super().__call__(graph)
+            assert "fluxlike" not in str(graph), graph
+
+    compilable()
+    tp, function = Seen(), GRAPHS["batch"][1]
+    fast = torch.compile(lambda *t: function(*t, group), fullgraph=True, backend=plainly(tp))
+    given = operands("batch", group)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(given[0], dim)
+    with torch.no_grad():
+        close(fast(*given), function(*given, group), "undone")
+    assert "more than one of the sizes" in str(tp) and tp.replaced == 0, str(tp)
+
+
+def test_what_cannot_be_replaced_stays():
+    run_ranks(undone, 2)
+
+
+# effects
+
+
+def ordered(group):
+    """Calls of the pass among calls by hand, through inductor: all are made, in the order of the program, on all ranks."""
+    x, w, _, u, _ = operands("rows", group)
+
+    def program(x, w, u):
+        y = scattered(F.gelu(gathered(x, 0, group) @ w.T) @ u.T, 0, group)
+        z = fluxlike.ag_gemm(x, w, group=group)  # nobody uses it, and every rank takes part in it
+        return scattered((z := fluxlike.ag_gemm(x + 1, w, group=group)) @ u.T, 0, group) + y, fluxlike.gemm_rs(z, u, group=group)
+
+    compilable()
+    tp = AsyncTP()
+    fast = torch.compile(program, fullgraph=True, options=tp.options)
+    with torch.no_grad(), calls() as made:
+        after = fast(x, w, u)
+    with torch.no_grad():
+        for actual, wanted in zip(after, program(x, w, u), strict=True):
+            close(actual, wanted, "ordered")
+    assert tp.replaced == tp.found == 3, str(tp)
+    return made
+
+
+def test_calls_keep_their_order_in_inductor():
+    assert run_ranks(ordered, 2) == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
+
+
+def threaded(group):
+    """A token goes through all calls; what nobody uses stays, and equal calls stay two."""
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    def program(x, w, v, u, b, group):
+        return [gathered(x, 0, group) @ w.T, *(scattered(x @ w.T, 0, group) for _ in range(2))]
+
+    graph = traced(program, operands("rows", group), group).graph
+    tp = AsyncTP()
+    tp(graph)
+    nodes = [n for n in graph.nodes if n.target is torch.ops.higher_order.with_effects]
+    assert [n.args[1].name() for n in nodes] == ["fluxlike::ag_gemm", "fluxlike::gemm_rs", "fluxlike::gemm_rs"] and tp.replaced == 3
+    for before, node in zip([None, *nodes], nodes, strict=False):
+        token = node.args[0]
+        assert token.target is torch.ops.prims._make_token.default if before is None else token.args == (before, 0)
+    assert sum(n.target is torch.ops.prims._make_token.default for n in graph.nodes) == 1
+    merged = fx_graph_cse(graph)
+    assert sum(n.target is torch.ops.higher_order.with_effects for n in merged.nodes) == 3
+    (output,) = graph.find_nodes(op="output")
+    output.args = ([],)
+    graph.eliminate_dead_code()
+    assert sum(n.target is torch.ops.higher_order.with_effects for n in graph.nodes) == 3
+
+
+def test_the_token():
+    run_ranks(threaded, 2)
+
+
+# groups and reports
+
+
+def of_a_group(group):
+    """Only collectives of the group that is named are replaced."""
+    other = dist.group.WORLD
+
+    def program(x, w, v, u, b, group):
+        return gathered(x, 0, group) @ w.T, gathered(x, 0, other) @ w.T
+
+    given, tps = operands("rows", group), [AsyncTP(group), AsyncTP()]
+    for tp in tps:
+        tp(traced(program, given, group).graph)
+    assert [tp.replaced for tp in tps] == [1, 2] and tps[0].uuid() != tps[1].uuid()
+    assert list(tps[0].graphs[0].left.values()) == [f"it is one of group {other.group_name!r}, not of {group.group_name!r}"]
+
+
+def test_one_group():
+    run_ranks(of_a_group, 2)
+
+
+def told(group):
+    """What the log says: that nothing was replaced, and why; nothing of models that are replaced, even if not everywhere."""
+
+    def plain(x, w, v, u, b, group):
+        return x @ w.T
+
+    def neither(x, w, v, u, b, group):
+        return x + 1
+
+    logger, said = logging.getLogger("fluxlike"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        tp = AsyncTP()
+        for function in (GRAPHS["of doubles"][1], plain, neither, GRAPHS["rows"][1], plain, GRAPHS["features"][1]):
+            given = operands("features" if function is GRAPHS["features"][1] else "rows", group)
+            tp(traced(function, given, group).graph)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == 3, said
+    assert all("nothing was replaced in the graph of inference with 1 products" in text for text in said)
+    assert "all_gather_into_tensor stays: the product mm has dtypes ['torch.float64']" in said[0]
+    assert "is the model sharded?" in said[1] and "it gathers the features" in said[2]
+    assert [(r.gathers, r.replaced_gathers) for r in tp.graphs] == [(1, 0), (0, 0), (1, 1), (0, 0), (1, 0)]
+    assert str(tp).splitlines()[0] == "inference: 0 of 1 all_gather and 0 of 0 reduce_scatter replaced, with 0 of 1 products"
+
+
+def test_what_is_logged():
+    run_ranks(told, 2)
+
+
+def test_the_key_for_the_cache(monkeypatch, tmp_path):
+    key = AsyncTP().uuid()
+    assert key == AsyncTP().uuid() and isinstance(key, bytes)
+    changed = tmp_path / "rewrite.py"
+    changed.write_text(Path(async_tp.rewrite.__file__).read_text() + "#")
+    with monkeypatch.context() as patch:
+        patch.setattr(async_tp.rewrite, "__file__", str(changed))
+        assert AsyncTP().uuid() != key
+    monkeypatch.setattr(async_tp, "__version__", "0")
+    assert AsyncTP().uuid() != key
+    assert fluxlike.nn.AsyncTP is AsyncTP and str(AsyncTP()) == "no graph has been compiled with this pass"
