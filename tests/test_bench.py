@@ -23,6 +23,7 @@ pytest.importorskip("rich")
 
 from fluxlike.tools import bench, bench_problems, bench_report
 from fluxlike.tools.bench_peers import Failed, Lost, Peers
+from fluxlike.tools.bench_problems import parse_shapes
 from fluxlike.tools.bench_report import Report, Result, Row, Shape, Voice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,8 +142,8 @@ def test_indivisible():
 
 
 def test_parse_shapes():
-    assert bench.parse_shapes("1x2x3") == [Shape(1, 2, 3)]
-    assert bench.parse_shapes("64X32X16, 8×4×2") == [Shape(64, 32, 16), Shape(8, 4, 2)]
+    assert parse_shapes("1x2x3") == [Shape(1, 2, 3)]
+    assert parse_shapes("64X32X16, 8×4×2") == [Shape(64, 32, 16), Shape(8, 4, 2)]
     assert str(Shape(1, 2, 3)) == "1×2×3"
 
 
@@ -150,7 +151,7 @@ def test_parse_shapes():
 def test_a_bad_shape_is_named(text):
     bad = text.split(",")[-1]
     with pytest.raises(ValueError, match=re.escape(repr(bad))):
-        bench.parse_shapes(text)
+        parse_shapes(text)
 
 
 # the command line
@@ -194,7 +195,7 @@ def test_a_useless_command_line(options, says, capsys, monkeypatch):
 
 def test_without_rich(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench.command.importlib.util, "find_spec", lambda name: None)
     assert bench.main(["gemm_rs", "--shapes", "8x8x8"]) == 2
     assert capsys.readouterr().err.strip().endswith("run: python -m pip install rich matplotlib")
 

@@ -30,24 +30,20 @@ import functools
 import gc
 import importlib.util
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-
-import fluxlike
 
 from ..ops import tuning
 from ..ops.context import SCHEDULES
 from ..runtime import world
-from . import bench_report
+from . import bench_report, command
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, SUITES, TOLERANCE, Call, Problem, indivisible, parse_shapes
+from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, SUITES, TOLERANCE, Call, Problem, indivisible
 from .bench_report import Report, Result, Row, Shape, Voice
 
 OPS = ("gemm_rs", "ag_gemm")
@@ -347,33 +343,22 @@ class Bench:
 # the command line
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains once, not once a rank."""
-
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            super().error(message)
-        sys.exit(2)
-
-
 def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     """The arguments, with ``modes``, ``methods``, ``shapes`` and ``iters`` made ready; ends the process if they are no use."""
-    parser = _Parser(
+    parser = command.Parser(
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
         epilog="Exit status: 1 if a result is wrong or a schedule of fluxlike failed. The protocol is in the module's docstring.",
     )
     parser.add_argument("op", choices=OPS)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--suite", choices=list(SUITES), help="default: headline on GPUs, toy without")
-    which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
+    command.add_shapes(parser)
     parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
     parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each method (7)")
     parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
     parser.add_argument("--methods", help=f"some of {','.join(GPU_METHODS if cuda else CPU_METHODS)} (all)")
     parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    command.add_dtype(parser)
     parser.add_argument("--seconds", type=float, help="begin no new shape after so many seconds")
     asked = parser.parse_args(argv)
     if asked.rounds < 1:
@@ -390,34 +375,16 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
     asked.methods = [name for name in possible if name in names]
-    if asked.shapes:
-        try:
-            asked.shapes = parse_shapes(asked.shapes)
-        except ValueError as error:
-            parser.error(f"--shapes: {error}")
-    elif asked.suite is None:
-        asked.suite = "headline" if cuda else "toy"
-    elif asked.suite != "toy" and not cuda:
-        parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+    command.choose_suite(parser, asked, cuda)
     return asked
 
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
-    if importlib.util.find_spec("rich") is None:
-        if os.environ.get("RANK", "0") == "0":
-            print("bench needs the package rich for its tables; run: python -m pip install rich matplotlib", file=sys.stderr)
+    if command.lacks("bench", "rich", "rich matplotlib"):
         return 2
-    try:
-        fluxlike.init()
-    except (RuntimeError, ValueError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    try:
-        status = Bench(asked, Peers(), world.current().device).run(sys.argv[1:] if argv is None else argv)
-    except Lost as error:
-        print(f"bench: {error}; nothing more can be measured", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for the collective that never ends
-    fluxlike.finalize()
-    return status
+
+    def work() -> int:
+        return Bench(asked, Peers(), world.current().device).run(command.arguments(argv))
+
+    return command.run("bench", work, command.lost)

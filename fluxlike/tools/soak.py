@@ -15,8 +15,6 @@ GPU is asked for, and the memory. soak_report: what comes of it.
 """
 
 import argparse
-import os
-import sys
 import time
 import traceback
 from collections import Counter
@@ -25,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,7 @@ import torch.distributed as dist
 import fluxlike
 
 from ..runtime import env, world
-from . import bench_report, soak_plan
+from . import bench_report, command, soak_plan
 from .soak_check import Operands, call, digest, judge
 from .soak_machine import Gpu, Graph, Machine, Sample, compiled
 from .soak_plan import GRAPH_MODES, Burst, Profile, Signature, Step
@@ -361,17 +359,8 @@ def spoil(calls: Sequence[Sequence[torch.Tensor]]) -> None:
 # the command line
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains once, not once a rank."""
-
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            super().error(message)
-        sys.exit(2)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = command.Parser(
         prog="python -m fluxlike soak",
         description="Random calls for a long time, every result checked. Start it with scripts/launch.sh. See docs/soak.md.",
         epilog="Exit status: 1 if anything was wrong, if memory grew, if a rank failed, or if no call was made.",
@@ -390,23 +379,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    asked = parse(argv)
-    try:
-        fluxlike.init(heap_bytes=env.heap_bytes() or (GPU_HEAP_BYTES if torch.cuda.is_available() else None))
-    except (RuntimeError, ValueError) as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 1
-    soak = None
-    try:
+    asked, soak = parse(argv), None
+
+    def work() -> int:
+        nonlocal soak
         device = world.current().device
         on_gpu = device.type == "cuda"
         soak = Soak(asked, Gpu(device) if on_gpu else Machine(device), soak_plan.GPU if on_gpu else soak_plan.CPU)
-        status = soak.run(sys.argv[1:] if argv is None else argv)
-    except Exception:
+        return soak.run(command.arguments(argv))
+
+    def explain(_: BaseException) -> str:
         where = f"rank {dist.get_rank()}, {soak.doing if soak else 'setting up'}"
         counted = f" after {soak.steps} steps and {soak.calls.total()} calls" if soak else ""
-        print(f"soak: {where}{counted} (seed {asked.seed}):\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for ranks that wait for this one; the launcher ends them
-    fluxlike.finalize()
-    return status
+        return f"{where}{counted} (seed {asked.seed}):\n{traceback.format_exc()}"
+
+    heap_bytes = env.heap_bytes() or (GPU_HEAP_BYTES if torch.cuda.is_available() else None)
+    return command.run("soak", work, explain, heap_bytes)

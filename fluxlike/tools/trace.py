@@ -2,22 +2,19 @@
 
 import argparse
 import functools
-import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-import fluxlike
-
 from ..ops import trace as tracing
 from ..runtime import world
-from . import trace_events, trace_report
+from . import command, trace_events, trace_report
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, Problem, indivisible, parse_shapes
+from .bench_problems import PROBLEMS, Problem, indivisible
 from .bench_report import Shape, environment
 
 #: Whose kernels write down their times: those of stream_k do not.
@@ -118,17 +115,8 @@ class Tracer:
         print(trace_report.plot(report, picture) or f"written: {picture}", flush=True)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Complains once, not once a rank."""
-
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
-            super().error(message)
-        sys.exit(2)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
+    parser = command.Parser(
         prog="python -m fluxlike trace",
         description="Writes what every program of every rank did in one call, for ui.perfetto.dev and as a picture. Start it with "
         "scripts/launch.sh.",
@@ -137,31 +125,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("op", choices=list(PROBLEMS))
     parser.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem (GPUs: the first of bench's headline suite)")
     parser.add_argument("--schedule", choices=SCHEDULES, default="auto", help="who carries the data (auto)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    command.add_dtype(parser)
     parser.add_argument("--calls", type=int, help="calls back to back, of which the last is shown (GPUs 20, CPU 2)")
     parser.add_argument("--out", metavar="DIR", default="build/trace", help="where JSON and PNG go (build/trace)")
     asked = parser.parse_args(argv)
     if asked.calls is not None and asked.calls < 1:
         parser.error(f"--calls {asked.calls} is below 1; make at least one call")
-    if asked.shapes:
-        try:
-            asked.shapes = parse_shapes(asked.shapes)
-        except ValueError as error:
-            parser.error(f"--shapes: {error}")
+    command.read_shapes(parser, asked)
     return asked
 
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
-    try:
-        fluxlike.init()
-    except (RuntimeError, ValueError) as error:
-        print(f"trace: {error}", file=sys.stderr)
-        return 1
-    try:
-        status = Tracer(asked, Peers(), world.current().device).run(sys.argv[1:] if argv is None else argv)
-    except Lost as error:
-        print(f"trace: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # an orderly end would wait for the collective that never ends
-    fluxlike.finalize()
-    return status
+
+    def work() -> int:
+        return Tracer(asked, Peers(), world.current().device).run(command.arguments(argv))
+
+    return command.run("trace", work, command.lost)

@@ -14,9 +14,7 @@ are of another machine.
 
 import argparse
 import contextlib
-import importlib.util
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,16 +23,14 @@ from typing import Any
 
 import torch
 
-import fluxlike
-
 from ..ops import choice, tuned, tuning
 from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
-from . import bench
+from . import bench, command
 from .bench import Bench, Budget, Method
-from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, SUITES, Problem, indivisible, parse_shapes
+from .bench_peers import Failed, Peers
+from .bench_problems import PROBLEMS, SUITES, Problem, indivisible
 from .bench_report import Row, Shape, Voice
 
 ROUNDS = 5
@@ -231,7 +227,7 @@ def _capability(gpu: Any) -> tuple[int, int]:
 
 def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     """The arguments, with ``shapes`` made ready; ends the process if they are no use."""
-    parser = bench._Parser(
+    parser = command.Parser(
         prog="python -m fluxlike tune",
         description="Measures how calls of some shapes are made fastest, and keeps it. Start it with scripts/launch.sh.",
         epilog="Exit status: 1 if a candidate failed or was wrong, or nothing could be written. See docs/tune.md.",
@@ -239,10 +235,8 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     ops = parser.add_subparsers(dest="op", required=True)
     for op in bench.OPS:
         one = ops.add_parser(op, help=f"tune {op}")
-        which = one.add_mutually_exclusive_group()
-        which.add_argument("--suite", choices=list(SUITES), help="shapes of bench; default: headline on GPUs, toy without")
-        which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
-        one.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+        command.add_shapes(one, "shapes of bench; ")
+        command.add_dtype(one)
         one.add_argument("--out", metavar="FILE", help="write there instead of into the cache")
         one.add_argument("--budget", type=float, metavar="SECONDS", help="begin no new shape after so many seconds")
         one.add_argument("--rounds", type=int, default=ROUNDS, help=f"timings of each choice ({ROUNDS})")
@@ -256,15 +250,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     for name in ("rounds", "most"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
-    if asked.shapes:
-        try:
-            asked.shapes = parse_shapes(asked.shapes)
-        except ValueError as error:
-            parser.error(f"--shapes: {error}")
-    elif asked.suite is None:
-        asked.suite = "headline" if cuda else "toy"
-    elif asked.suite != "toy" and not cuda:
-        parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+    command.choose_suite(parser, asked, cuda)
     return asked
 
 
@@ -277,21 +263,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"tune: {type(error).__name__}: {error}", file=sys.stderr)
             return 1
         return 0
-    if importlib.util.find_spec("rich") is None:
-        if os.environ.get("RANK", "0") == "0":
-            print("tune needs the package rich; run: python -m pip install rich", file=sys.stderr)
+    if command.lacks("tune", "rich"):
         return 2
     env.put("FLUXLIKE_TUNE", "off")  # what is compared with is what calls get without a table
-    try:
-        fluxlike.init()
-    except (RuntimeError, ValueError) as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 1
-    try:
-        status = Tuner(asked, Peers(), world.current().device).run()
-    except Lost as error:
-        print(f"tune: {error}; nothing more can be measured", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # an orderly end would wait for the collective that never ends
-    fluxlike.finalize()
-    return status
+    return command.run("tune", lambda: Tuner(asked, Peers(), world.current().device).run(), command.lost)

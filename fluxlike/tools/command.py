@@ -1,0 +1,96 @@
+"""What the command lines of the tools share that scripts/launch.sh starts on every rank."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import fluxlike
+
+from .bench_peers import Lost
+from .bench_problems import SUITES, parse_shapes
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains once, not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") == "0":
+            super().error(message)
+        sys.exit(2)
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+
+def add_shapes(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """``--suite`` and ``--shapes``, of which one may be given; `read_shapes` and `choose_suite` make them ready."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--suite", choices=list(SUITES), help=f"{more}default: headline on GPUs, toy without")
+    which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
+
+
+def read_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """``asked.shapes`` from text to what it says; ends the process if it is no list of shapes."""
+    if asked.shapes:
+        try:
+            asked.shapes = parse_shapes(asked.shapes)
+        except ValueError as error:
+            parser.error(f"--shapes: {error}")
+
+
+def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cuda: bool) -> None:
+    """`read_shapes`, and a suite where neither was asked for; ends the process if this machine cannot do it."""
+    read_shapes(parser, asked)
+    if asked.shapes:
+        return
+    if asked.suite is None:
+        asked.suite = "headline" if cuda else "toy"
+    elif asked.suite != "toy" and not cuda:
+        parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+
+
+def lacks(tool: str, package: str, install: str = "") -> bool:
+    """Whether ``package`` is not there; said once. ``install``: what to tell pip, if not the package alone."""
+    if importlib.util.find_spec(package) is not None:
+        return False
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{tool} needs the package {package}; run: python -m pip install {install or package}", file=sys.stderr)
+    return True
+
+
+def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], str | None], heap_bytes: int | None = None) -> int:
+    """fluxlike.init, ``work``, fluxlike.finalize: the exit status.
+
+    ``explain``: what to say of an exception of ``work`` after which this process ends at once, because an orderly end would wait
+    for ranks that wait for this one; None for one that goes on to the caller. The launcher ends the others.
+    """
+    try:
+        fluxlike.init(heap_bytes=heap_bytes)
+    except (RuntimeError, ValueError) as error:
+        print(f"{tool}: {error}", file=sys.stderr)
+        return 1
+    try:
+        status = work()
+    except Exception as error:
+        said = explain(error)
+        if said is None:
+            raise
+        print(f"{tool}: {said}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)
+    fluxlike.finalize()
+    return status
+
+
+def lost(error: BaseException) -> str | None:
+    """For `run`: of a tool that measures, and can go on no more."""
+    return f"{error}; nothing more can be measured" if isinstance(error, Lost) else None
+
+
+def arguments(argv: Sequence[str] | None) -> Sequence[str]:
+    """What the tool was called with."""
+    return sys.argv[1:] if argv is None else argv
