@@ -57,6 +57,15 @@ def test_nothing_is_found(case: Case, capability: int) -> None:
         assert report.registers <= 255
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [86, 120])
+@pytest.mark.parametrize("case", [Case("gemm_rs", "copy_engine", "parts"), Case("ag_gemm", "in_kernel")], ids=str)
+def test_gpus_with_less_shared_memory(case: Case, capability: int) -> None:
+    for report in compiled.reports(case, capability):
+        assert not report.findings, lint.describe(report)
+        assert report.shared <= 99 << 10
+
+
 def test_the_cases_reach_every_kernel_by_every_way() -> None:
     ways = set()
     for case, capability in compiled.ALL:

@@ -124,7 +124,7 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
         return tuple(Tiling(bm, bn, 64, 4, 1, 1, True) for bm in (32, 64) for bn in (32, 64))
     if dtype == torch.float32:
         return (Tiling(64, 64, 32, 8, 4, 3, False),)
-    if capability >= (9, 0):
+    if tiling.is_large(capability):
         return (
             Tiling(128, 256, 64, 8, 8, 3, True),
             Tiling(128, 128, 64, 8, 8, 3, True),
@@ -138,7 +138,7 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
 
 def why_not(problem: Problem, choice: Choice) -> str | None:
     """Why calls of this problem cannot be made so, if they cannot."""
-    tile, tma = choice.tile, problem.capability >= (9, 0)
+    tile, tma = choice.tile, tiling.is_large(problem.capability)
     if choice.transport not in TRANSPORTS[problem.op]:
         return f"{problem.op} has no transport {choice.transport!r}"
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))

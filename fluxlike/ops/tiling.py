@@ -45,11 +45,16 @@ class Tiling:
     tma: bool
 
 
+def is_large(capability: tuple[int, int]) -> bool:
+    """GPUs with TMA and 227 KB of shared memory for a program: Hopper and the Blackwell of servers; 12.x has 99 KB."""
+    return (9, 0) <= capability < (12, 0)
+
+
 def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, ranks: int) -> Tiling:
     """The tiling for ``ranks`` chunks of ``chunk_rows`` rows and ``n`` columns.
 
     128×256×64 with 8 warps and three stages was the best of the prototypes at large sizes; it needs the shared memory of
-    compute capability 9.0 (213 KB). GPUs before that have no TMA and get 96 KB or less. fp32 is computed at IEEE precision, so
+    compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision, so
     on plain multiply-adds and not on tensor cores: small tiles.
     """
     small = chunk_rows <= SMALL_ROWS
@@ -57,7 +62,7 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
         return Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
     if dtype == torch.float32:
         return Tiling(64, 64, 32, 8, 4, 3, False)
-    if capability >= (9, 0):
+    if is_large(capability):
         if small:
             return Tiling(64, 128, 128, 8, 4, 4, True)
         # element-wise stores of a ragged result spill registers at 256 columns
@@ -78,10 +83,10 @@ def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: 
     if dtype == torch.float32:
         return Tiling(64, 64, 32, 8, 8, 3, False)
     if m <= SMALL_ROWS:
-        if capability >= (9, 0):
+        if is_large(capability):
             return Tiling(64, 128, 128, 8, 4 if capability == (9, 0) else 8, 4, True)
         return Tiling(64, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
-    if capability >= (9, 0):
+    if is_large(capability):
         tiles = cdiv(m, 128) * cdiv(n, 256)
         wide = capability == (9, 0) and n % 16 == 0 and tiles >= MULTIPROCESSORS[capability] // 2 - 2
         return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
