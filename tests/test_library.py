@@ -41,6 +41,7 @@ def rs_gradients(group, cases):
         inputs = [t.requires_grad_(w in wants) for t, w in zip((xs[rank].clone(), ws[rank].clone(), b.clone()), "xwb", strict=True)]
         y = fluxlike.gemm_rs(inputs[0], inputs[1], bias=inputs[2], group=group)
         assert y.requires_grad == bool(wants)
+        assert not fluxlike.reference.gemm_rs(inputs[0], inputs[1], bias=inputs[2], group=group).requires_grad
         with torch.no_grad():
             same(y, F.linear(*whole).cpu()[mine], f"y, {m, n, k} {wants}")
             assert torch.equal(y, fluxlike.gemm_rs(inputs[0], inputs[1], bias=inputs[2], group=group))
@@ -71,6 +72,7 @@ def ag_gradients(group, cases):
         if gathered:
             zs, all_of_x = zs
             assert torch.equal(all_of_x, x) and not all_of_x.requires_grad
+        assert not any(z.requires_grad for z in fluxlike.reference.ag_gemm(shard, mine_w, bias=mine_b, group=group, m=m))
         torch.autograd.backward(zs, dzs[rank])
         what = f"{m, ns, k} {wants} gathered={gathered}"
         assert (shard.grad is not None) == ("x" in wants), what

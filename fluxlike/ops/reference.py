@@ -1,7 +1,7 @@
 """The operations in plain torch.distributed, with the signatures and errors of the fast ones: for tests, and to read.
 
 They use the host freely and hide nothing. Sums over ranks are made in fp32, so they are also a little more exact than
-``torch.matmul`` + ``reduce_scatter_tensor`` in a 16-bit dtype.
+``torch.matmul`` + ``reduce_scatter_tensor`` in a 16-bit dtype. They are without gradients: results want none, whatever the inputs.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from . import validate
 from .context import resolve
 
 
+@torch.no_grad()
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -38,6 +39,7 @@ def gemm_rs(
     return y
 
 
+@torch.no_grad()
 def ag_gemm(
     x_shard: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
