@@ -54,8 +54,8 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
     """The tiling for ``ranks`` chunks of ``chunk_rows`` rows and ``n`` columns.
 
     128×256×64 with 8 warps and three stages was the best of the prototypes at large sizes; it needs the shared memory of
-    compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision, so
-    on plain multiply-adds and not on tensor cores: small tiles.
+    compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision,
+    so on plain multiply-adds and not on tensor cores: small tiles.
     """
     small = chunk_rows <= SMALL_ROWS
     if capability == CPU:
