@@ -83,7 +83,7 @@ def forks(group):
             lambda: fluxlike.gemm_rs(x, x, ctx),
             lambda: fluxlike.ag_gemm(x, x, group=group),
             lambda: make_context("gemm_rs", "in_kernel", group),
-            lambda: ctx.begin("in_kernel", None),
+            lambda: ctx.begin("in_kernel"),
             ctx.check,
             fluxlike.init,
         )

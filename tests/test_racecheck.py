@@ -24,7 +24,8 @@ import fluxlike
 from fluxlike.kernels import sync
 from fluxlike.kernels.blocks import load_a, store_block
 from fluxlike.kernels.sync import ARRIVED, CONSUMED, EPOCH, LAST_USE, WAIT_CREDIT, WAIT_SIGNAL, head_of, peer_address
-from fluxlike.ops.context import Context, resolve
+from fluxlike.ops.context import Context
+from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
 from fluxlike.runtime import cpu, env, interpreter, racecheck
 
@@ -122,7 +123,7 @@ def push(group: Any, bug: str, calls: int = 5) -> bool:
         for call in range(calls):
             mine, theirs = (torch.full((m, n), float(call + r % ranks), dtype=torch.bfloat16) for r in (rank, rank + ranks - 1))
             y = torch.empty_like(mine)
-            ctx.begin("in_kernel", TILE)
+            ctx.start("in_kernel", TILE)
             args = (mine, y, ctx.data, ctx.flags, ctx.ctl, m, n, ctx.set_elements, rank)
             ctx.launch(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE)
             good &= torch.equal(y, mine + theirs)

@@ -4,7 +4,7 @@ Every context owns, on each rank, a *control block* (local memory, int64 words) 
 block of the symmetric heap. Signals only grow, so no call needs a reset, a memset or a barrier, and a CUDA graph may
 replay calls: the call number (*epoch*) lives in the control block and the kernel itself advances it.
 
-Control block, words (see `ops.context` for who fills it)::
+Control block, words (see `ops.group` for who fills it)::
 
     EPOCH       calls finished by this rank; a running call has number EPOCH + 1
     LAST_USE+p  the call that last used slot set p (0 or 1), 0 for never
@@ -50,12 +50,13 @@ CONSUMED = tl.constexpr(1)
 #: overlap in time, and must agree on which word belongs to which slot set.
 MAX_SUBS = tl.constexpr(4)
 
-# What a wait was waiting for, as it stands in the failure record; `ops.context` has the words for people.
+# What a wait was waiting for, as it stands in the failure record; `ops.group` has the words for people.
 WAIT_CREDIT = tl.constexpr(1)
 WAIT_PARTIAL = tl.constexpr(2)
 WAIT_SHARD = tl.constexpr(3)
 WAIT_SIGNAL = tl.constexpr(4)  # for kernels of others
 WAIT_PART = tl.constexpr(5)
+WAIT_RESULT = tl.constexpr(6)
 
 
 @triton.jit

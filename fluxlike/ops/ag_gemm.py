@@ -16,7 +16,8 @@ from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
 from . import choice, cost, tiling, tuning, validate
-from .context import Context, Prepared, check_arguments, kept, resolve, wants_gradient
+from .context import Context, check_arguments, kept
+from .group import Prepared, resolve, wants_gradient
 
 #: Columns of a block that is pushed.
 PUSH_COLUMNS = 256
@@ -212,7 +213,7 @@ def _run(
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
     kinds = rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
     _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, beside is not None))
-    slot = ctx.begin(plan.transport, plan.tile, M=m, K=k)
+    slot = ctx.start(plan.transport, plan.tile, M=m, K=k)
     shard, *operands = tiling.padded(operands, plan.padded)
 
     def launch(i: int) -> None:

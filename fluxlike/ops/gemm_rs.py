@@ -16,7 +16,8 @@ from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from . import tiling, tuning, validate
-from .context import Context, Prepared, check_arguments, kept, resolve, wants_gradient
+from .context import Context, check_arguments, kept
+from .group import Prepared, resolve, wants_gradient
 
 
 class GemmRSContext(Context):
@@ -169,7 +170,7 @@ class _Plan(NamedTuple):
 def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
     kinds = tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
     number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y))
-    slot = ctx.begin(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
+    slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
     x, weight = tiling.padded((x, weight), plan.padded)
     tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
     if plan.copies:

@@ -32,7 +32,8 @@ from ..runtime import world
 from . import ag_gemm as ag
 from . import gemm_rs as rs
 from . import validate
-from .context import kept, resolve
+from .context import kept
+from .group import resolve
 
 #: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
 EVEN = -1

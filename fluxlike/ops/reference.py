@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..kernels.tiles import rows_of
 from . import validate
-from .context import resolve
+from .group import resolve
 
 
 @torch.no_grad()

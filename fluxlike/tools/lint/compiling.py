@@ -66,7 +66,7 @@ class Built:
 def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, stages: int, contexts: Iterable[Any] = ()) -> Launch:
     """The launch of ``kernel[grid](*args, **constants, num_warps=…, num_stages=…)``, specialised as Triton does it.
 
-    ``contexts``: of `ops.context`; an argument in a context's heap block is payload or a signal, its control block has the bases.
+    ``contexts``: of `ops.group`; an argument in a context's heap block is payload or a signal, its control block has the bases.
     """
     signature, fixed, aligned = {}, dict(constants), set()
     roles: dict[str, list[str]] = {"payload": [], "signals": [], "bases": []}
@@ -108,10 +108,9 @@ def _role(value: Any, contexts: Iterable[Any]) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     for context in contexts:
-        if _inside(tensor, context.data):
-            return "payload"
-        if any(_inside(tensor, words) for words in (context.head, context.full, context.flags, context.ready)):
-            return "signals"
+        for role, names in (("payload", context.payload), ("signals", context.signals)):
+            if any(_inside(tensor, getattr(context, name)) for name in names):
+                return role
         if _inside(tensor, context.ctl):
             return "bases"
     return None

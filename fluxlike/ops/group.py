@@ -1,0 +1,385 @@
+"""What the contexts of all operations share: memory on the symmetric heap, failure of a wait, closing.
+
+A context belongs to a torch group. Making and closing it is collective over the group; calls on it are collective too but
+meet only through signals in memory (`kernels.sync`), never through the host. Those of operations with a product are in `context`.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from ..kernels import lang, sync
+from ..runtime import env, programs, racecheck, world
+from ..runtime.calls import CallBoard
+from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
+
+REGION_ALIGN = 256
+REPORT_WORDS = 8
+#: Kinds of calls that a context keeps plans for.
+PLANS = 256
+
+#: A launch that `prepare` made: it takes the tensors that vary.
+Prepared = Callable[[Sequence[torch.Tensor]], None]
+_WHAT = {
+    sync.WAIT_CREDIT.value: "the credit that its slots may be written again",
+    sync.WAIT_PARTIAL.value: "its partial sums",
+    sync.WAIT_SHARD.value: "its shard",
+    sync.WAIT_SIGNAL.value: "its signal",
+    sync.WAIT_PART.value: "the rest of a tile",
+    sync.WAIT_RESULT.value: "its part of the result",
+}
+
+
+
+
+class Compiled(Protocol):
+    """How a kernel is compiled, as a `tiling.Tiling` says it among other things."""
+
+    @property
+    def warps(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+
+class GroupContext:
+    """Memory and signals of one operation on one group.
+
+    Attributes for people and tests: ``last_path`` (how the last call was made), ``stats`` (calls, kernel launches, those of them
+    that went straight to the driver, …), ``group_ranks``, ``rank``, ``size``.
+    """
+
+    #: What makes one, for messages.
+    maker = "fluxlike.ops.group.GroupContext"
+    #: Tensors that the race checker watches.
+    watched: tuple[str, ...] = ("head", "ctl")
+    #: What of these is data that signals order, and what is signals; for the lint.
+    payload: tuple[str, ...] = ()
+    signals: tuple[str, ...] = ("head",)
+
+    def __init__(self, op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
+        """Collective. ``sizes``: bytes of each region of the heap; all begin as zero but "data", which comes last if there is one.
+
+        `made` ends the making, after what a subclass adds.
+        """
+        self.op, self.world = op, world.current()
+        self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
+        assert control.board is not None
+        self.board: CallBoard = control.board
+        self.device, executor = self.world.device, self.world.executor
+        self.stats = {"calls": 0, "launches": 0, "direct": 0}
+        self.last_path = ""
+        self.closed = False
+        self._error: Exception | None = None
+        self._seen = False
+        self._stream: Any = None
+        self._plans: dict[Hashable, tuple[int, Any]] = {}
+        self._planned = 0
+        self._sizes = {"head": 8 * (1 + self.size), **sizes}
+        self.offsets: dict[str, int] = {}
+        total = 0
+        for name, nbytes in self._sizes.items():
+            self.offsets[name] = total
+            total += -(-nbytes // REGION_ALIGN) * REGION_ALIGN
+        self.block = self.world.heap.allocate(total, control, self.world.indices(control))
+        signals = self.block.local[: self.offsets.get("data", total)]
+        racecheck.host_write(signals)
+        signals.zero_()
+        self.head = self.region("head", torch.int64)
+        self.report = executor.report(REPORT_WORDS)
+        self._reported = ctypes.c_int64.from_address(self.report.data_ptr())  # read in every call, and a tensor is slow to read
+        words = [0] * sync.BASES.value
+        words[sync.TIMEOUT.value] = int(env.timeout_s() * 1e9)
+        words[sync.REPORT.value] = self.report.data_ptr()
+        self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
+
+    def region(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's part of the heap that is called so."""
+        start = self.offsets[name]
+        return self.block.local[start : start + self._sizes[name]].view(dtype)
+
+    def made(self, kind: str, watched: Sequence[str]) -> None:
+        """The end of the making: all ranks are here, and calls may begin. Collective.
+
+        ``kind``: of context, for messages. ``watched``: those of `watched` that are there by now.
+        """
+        for name in watched:
+            racecheck.watch(f"{self.op}.{name}", getattr(self, name))
+        self.world.executor.synchronize()
+        self._calls = 0
+        self.board.made += 1
+        self._mended = self.board.mended
+        self.label = f"context {self.board.made} ({kind})"
+        _by_ctl[self.ctl.data_ptr()] = self
+        self.world.contexts.append(self)
+        self.board.members.append(self)
+        self.control.barrier(f"making {self.label}")
+
+    # -- a call ---------------------------------------------------------------------------------------------------------
+
+    def record(self, **sizes: Any) -> None:
+        """Let the peers know of a call with ``sizes``, which must be the same on all ranks; also of one that needs no launch.
+
+        Raises what is known to have failed, and CallMismatch if another rank does something else. Under a graph capture it is
+        the capture that is known to the peers, not the replays.
+        """
+        self.raise_if_failed()
+        shown = ", ".join([f"{name}={value}" for name, value in sizes.items()])
+        with self.control.lock:
+            self._calls += 1
+            self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
+
+    def begin(self, path: str, **sizes: Any) -> None:
+        """Start a call: `record` it, order it behind the last one. ``path``: how it is made."""
+        self.record(**sizes)
+        self._stream = self.world.executor.on_same_stream(self._stream)
+        self.stats["calls"] += 1
+        self.last_path = path
+
+    def programs(self, tiles: int) -> int:
+        """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
+        return max(1, min(self.world.executor.programs, tiles))
+
+    def plan(self, key: Hashable, make: Callable[[], Any]) -> tuple[int, Any]:
+        """What ``make`` makes for calls of one kind, kept for all that follow, and a number that no other has."""
+        known = self._plans.get(key)
+        if known is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+            self._planned += 1
+            known = self._plans[key] = self._planned, make()
+        return known
+
+    def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled) -> None:
+        """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
+        self.stats["launches"] += 1
+        try:
+            self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
+        except BaseException as error:
+            self._broken(error)
+            raise
+
+    def prepare(
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled, varying: tuple[int, ...]
+    ) -> Prepared:
+        """A persistent launch, to be made with the tensors of each call at the positions ``varying`` of ``args``."""
+        run = self.world.executor.prepare(kernel, programs, args, constants, tile.warps, tile.stages, varying)
+
+        def launch(tensors: Sequence[torch.Tensor]) -> None:
+            self.stats["launches"] += 1
+            try:
+                self.stats["direct"] += run(tensors)
+            except BaseException as error:
+                self._broken(error)
+                raise
+
+        return launch
+
+    # -- failure --------------------------------------------------------------------------------------------------------
+
+    def raise_if_failed(self) -> None:
+        """Raise what is known now, without waiting for the device."""
+        self.world.raise_if_forked()
+        if self.closed:
+            raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
+        if self.failure() is not None:
+            self._seen = True
+            raise self._error  # type: ignore[misc]
+
+    def failure(self) -> Exception | None:
+        """The error of a call of this context, if one is known by now and whether or not it was raised."""
+        if self._error is None and self._reported.value != 0:
+            with self.control.lock:
+                words = [int(word) for word in self.report[1:7]]
+                self._error = self.board.diagnose() or PeerTimeout(self._describe(*words))
+                self.board.freeze()
+        return self._error
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure."""
+        in_step = not self.closed and self._mended == self.board.mended
+        return in_step and all(getattr(self, name) >= size for name, size in sizes.items())
+
+    def stop(self, error: Exception) -> None:
+        """The ranks of the group are out of step, as ``error`` says: this context fails, and no rank need wait in it any more."""
+        if self._error is None:
+            self._error, self._seen = error, True
+        self._release()
+
+    def _release(self) -> None:
+        """End the waits of this context on all ranks; they name this one."""
+        addresses = [address + 8 * sync.ABORT.value for address in self.block.addresses]
+        try:
+            self.world.executor.post(addresses, self.rank + 1)
+        except RuntimeError as problem:  # a GPU in this state has an error of its own to report
+            world.log.warning("rank %d cannot tell its peers that it gave up: %s", self.group_ranks[self.rank], problem)
+
+    def _broken(self, error: BaseException) -> None:
+        """A call was ended by ``error``: the context is of no more use, and the peers need not wait for the rest of the call."""
+        self._seen = True
+        self.board.freeze()
+        if self._error is not None:
+            return
+        if isinstance(error, (PeerTimeout, CallMismatch, RaceError)):
+            self._error = error
+            return
+        self._error = RuntimeError(
+            f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}); close the context and make "
+            "a new one"
+        )
+        self._release()
+
+    def check(self) -> None:
+        """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out."""
+        self.world.raise_if_forked()
+        self.world.executor.synchronize()
+        self.raise_if_failed()
+
+    def _describe(self, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> str:
+        me = self.group_ranks[self.rank]
+        if abort and abort - 1 != self.rank:
+            other = self.group_ranks[abort - 1]
+            return (
+                f"{self.op}: rank {me} stopped waiting for rank {self.group_ranks[peer]} ({_WHAT[what]}, call {call}) because rank "
+                f"{other} gave up first; the message of rank {other} names the cause. Close the context and make a new one"
+            )
+        return (
+            f"{self.op}: rank {me} waited {env.timeout_s():g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
+            f"(expected {want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same "
+            "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+        )
+
+    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
+        """CPU heap: the error of a wait that cannot be met, after telling every peer."""
+        mismatch = self.board.diagnose()
+        if mismatch is not None:
+            return mismatch
+        abort = int(self.head[sync.ABORT.value])
+        if abort == 0:
+            self._release()
+        message = self._describe(what, peer, want, seen, int(self.ctl[sync.EPOCH.value]) + 1, abort)
+        return PeerTimeout(f"{cause}{message}")
+
+    # -- closing --------------------------------------------------------------------------------------------------------
+
+    def unseen_failure(self) -> Exception | None:
+        """A failure that no call has raised yet; for finalize, after the device is done."""
+        return None if self._seen else self.failure()
+
+    def close(self) -> None:
+        """Give the memory back; collective over the group, and harmless when called again.
+
+        Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
+        the missing rank may still write to) and goes on. In a forked child it does nothing: the memory is the parent's.
+
+        Raises CallMismatch, when all is done, if this rank learns only here that the ranks are out of step.
+        """
+        if self.closed or self.world.is_forked:
+            return
+        self.closed = True
+        self.world.executor.synchronize()
+        _by_ctl.pop(self.ctl.data_ptr(), None)
+        if self in self.world.contexts:
+            self.world.contexts.remove(self)
+        self.drop()
+        for name in self.watched:
+            racecheck.unwatch(getattr(self, name))
+        everyone, mismatch = self.control.part(f"closing {self.label}")
+        self.board.members.remove(self)
+        if everyone:
+            self.world.heap.free(self.block)
+        if mismatch is not None:
+            raise mismatch
+
+    def drop(self) -> None:
+        """Give up what is not memory of the heap; the device is done."""
+        self._plans.clear()  # they know this context, which shall go with its last user and not wait for the garbage collector
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.close()
+        except CallMismatch as mismatch:
+            if error is None:
+                raise
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], mismatch)  # beside the error that is on its way
+
+
+_by_ctl: dict[int, GroupContext] = {}
+#: When the wait that a thread is in began.
+_waits: dict[int, float] = {}
+
+
+def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
+    """One turn of a failed wait on the CPU heap: let others run, and end the wait when it cannot be met."""
+    context = _by_ctl[ctl]
+    me = threading.get_ident()
+    if turn == 0:
+        _waits[me] = time.monotonic()
+    if not programs.yield_program():
+        time.sleep(min(5e-5 * (turn + 1), 1e-3))
+    if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
+        raise context.give_up(what, peer, want, seen)
+    if turn % 64 == 63:
+        mismatch = context.board.diagnose()
+        if mismatch is not None:
+            raise mismatch
+        gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
+        if gone:
+            raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ")
+    if time.monotonic() - _waits[me] > env.timeout_s():
+        raise context.give_up(what, peer, want, seen)
+
+
+lang.set_spin_hook(_on_spin)
+lang.set_used_rows_hook(racecheck.used_rows)
+
+
+def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
+    return world.current().control_of(group)
+
+
+def wants_gradient(*operands: Any) -> bool:
+    """Whether autograd must record a call with these tensors, or lists of them."""
+    if torch.is_grad_enabled():
+        for t in operands:  # in every call: plain and fast
+            if isinstance(t, torch.Tensor):
+                if t.requires_grad:
+                    return True
+            elif isinstance(t, (list, tuple)) and wants_gradient(*t):
+                return True
+    return False
+
+
+def kept(
+    key: Hashable, control: ControlGroup, sizes: dict[str, int], make: Callable[[dict[str, int]], Any], most: int
+) -> Any:
+    """The context that a call without one uses: one for each ``key``, made or grown collectively by ``make``.
+
+    Sizes are rounded up to a power of two, up to ``most``, so that a model with changing lengths settles quickly. Growing
+    synchronises with the other ranks and allocates, which a graph capture cannot: RuntimeError with the remedy.
+    """
+    this = world.current()
+    context = this.cached.get(key)
+    if context is not None and context.fits(sizes):
+        return context
+    if this.executor.is_capturing():
+        raise RuntimeError(
+            f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
+            "pass a context of fluxlike.create_…_context"
+        )
+    wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
+    if context is not None and not context.closed:
+        wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
+        control.agree(f"replacing {context.label}", wanted)
+        context.close()
+    this.cached[key] = context = make(wanted)
+    return context
