@@ -17,12 +17,16 @@ _HOME = {
     "gemm_rs": "ops.gemm_rs",
     "create_ag_gemm_context": "ops.ag_gemm",
     "ag_gemm": "ops.ag_gemm",
+    "all_reduce": "ops.all_reduce",
+    "all_reduce_": "ops.all_reduce",
 }
 _MODULES = {"nn": ".nn", "reference": ".ops.reference"}
 __all__ = [
     "PeerTimeout",
     "__version__",
     "ag_gemm",
+    "all_reduce",
+    "all_reduce_",
     "create_ag_gemm_context",
     "create_gemm_rs_context",
     "finalize",
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from . import nn
     from .ops import reference
     from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
+    from .ops.all_reduce import all_reduce, all_reduce_
     from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
     from .runtime.errors import PeerTimeout
     from .runtime.world import finalize, init, is_initialized

@@ -146,6 +146,11 @@ class CpuExecutor:
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
+    def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 words as a tensor that a kernel reads, and the memory that they come from."""
+        table = torch.tensor(words, dtype=torch.int64)
+        return table, table
+
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now."""
         for address in addresses:

@@ -249,6 +249,11 @@ class CudaExecutor:
         """Host memory that a kernel can write and the host can read without synchronising."""
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
 
+    def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 words as a tensor that a kernel reads, and the memory that they come from: a graph copies them in each replay."""
+        pinned = torch.tensor(words, dtype=torch.int64).pin_memory()
+        return pinned.to(self.device, non_blocking=True), pinned
+
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now: past whatever this GPU has queued and waits for."""
         with torch.cuda.device(self.device):

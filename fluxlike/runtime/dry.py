@@ -122,6 +122,10 @@ class DryExecutor:
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
+    def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        table = tensor((len(words),), torch.int64)
+        return table, table
+
     def synchronize(self) -> None:
         """Nothing runs."""
 

@@ -1,0 +1,198 @@
+"""all_reduce: algorithms, operations, dtypes, sizes, places, lists, bit by bit against sums in the order of the ranks; faults."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import told
+from ranks import TORCHRUN, device, run_fresh, run_ranks
+
+import fluxlike
+from fluxlike.ops import all_reduce as ops
+from fluxlike.ops.all_reduce import ALGORITHMS, BLOCK
+from fluxlike.runtime import programs, world
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def numbers(size, dtype, seed):
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device())
+
+
+def expected(parts, op="sum"):
+    """In fp32, in the order of the ranks, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = torch.maximum(total, part.float()) if op == "max" else total + part.float()
+    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+
+
+def context(group):
+    return world.current().cached["all_reduce", world.current().control_of(group).name]
+
+
+def numbers_of_all(group, sizes, dtype, seed):
+    """What each rank has: a list of tensors for each."""
+    return [[numbers(n, dtype, seed + 10 * r + i) for i, n in enumerate(sizes)] for r in range(dist.get_world_size(group))]
+
+
+def reduces(group, dtype, algo, sizes):
+    rank = dist.get_rank(group)
+    for seed, n in enumerate(sizes):
+        for op in ops.OPS:
+            (parts,) = zip(*numbers_of_all(group, [n], dtype, 100 * seed), strict=True)
+            y = fluxlike.all_reduce(parts[rank], group, op, algo)
+            assert torch.equal(y, expected(parts, op)), f"{n} {op}"
+            assert context(group).last_path == algo
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_sizes(ranks, dtype, algo):
+    words = 4 // dtype.itemsize * BLOCK
+    run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, words, 2 * words + 1))
+
+
+def lists(group, algo):
+    rank = dist.get_rank(group)
+    sizes = (5, 0, 2 * BLOCK, 1, 2 * BLOCK + 7)
+    for dtype in DTYPES[:2]:
+        for seed, some in enumerate((sizes, sizes[:2], (8, 16), sizes)):
+            given = numbers_of_all(group, some, dtype, 1000 * seed)
+            before = context(group).stats["launches"] if seed else 0
+            ys = fluxlike.all_reduce(given[rank], group, "sum", algo)
+            assert not seed or context(group).stats["launches"] == before + 1
+            for i, y in enumerate(ys):
+                assert torch.equal(y, expected([tensors[i] for tensors in given])), f"{dtype} {some} {i}"
+            assert fluxlike.all_reduce_(given[rank], group, algo=algo) is given[rank]
+            assert all(torch.equal(x, y) for x, y in zip(given[rank], ys, strict=True))
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_lists(algo):
+    run_ranks(lists, 3, algo=algo)
+
+
+def places(group, algo):
+    """Tensors that begin anywhere, that are not contiguous, that hold what is no number; in place."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in DTYPES:
+        for offset in (0, 1, 3):
+            parts = [numbers(700, dtype, 5 * offset + r) for r in range(size)]
+            x = torch.zeros(710, dtype=dtype, device=device())
+            x[offset : offset + 700] = parts[rank]
+            assert torch.equal(fluxlike.all_reduce(x[offset : offset + 700], group, algo=algo), expected(parts))
+            fluxlike.all_reduce_(x[offset : offset + 700], group, algo=algo)
+            assert torch.equal(x[offset : offset + 700], expected(parts))
+            assert not x[:offset].any() and not x[offset + 700 :].any()
+        parts = [numbers(24, dtype, r).view(4, 6) for r in range(size)]
+        y = fluxlike.all_reduce(parts[rank].T, group, algo=algo)
+        assert y.is_contiguous() and torch.equal(y, expected(parts).T)
+        odd = torch.tensor([[1.0, torch.inf], [torch.nan, -torch.inf], [torch.nan, 2.0]][rank % 3], dtype=dtype, device=device())
+        if size == 2:
+            assert torch.equal(fluxlike.all_reduce(odd, group, "max", algo).isnan(), torch.tensor([True, False]).to(device()))
+            assert fluxlike.all_reduce(odd, group, "sum", algo).isnan().all()
+    assert fluxlike.all_reduce(torch.zeros(3, 0, device=device()), group).shape == (3, 0)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_places(algo):
+    run_ranks(places, 2, algo=algo)
+
+
+def mixed(group, calls, jitter=False):
+    """Algorithms and sizes change from call to call, so that words of one meet those of another."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.05, delay=2e-3) if jitter else None)
+    ops.PIECE, piece = 8 << 10, ops.PIECE
+    try:
+        for call in range(calls):
+            n, algo = (3000, 20, 5000, 1)[call % 4], ALGORITHMS[call // 2 % 2]
+            parts = [numbers(n, torch.bfloat16, 7 * call + r) for r in range(size)]
+            assert torch.equal(fluxlike.all_reduce(parts[rank], group, algo=algo), expected(parts)), call
+    finally:
+        ops.PIECE = piece
+        programs.configure(previous)
+
+
+@pytest.mark.parametrize("jitter", [False, True], ids=["", "jitter"])
+def test_calls_back_to_back(jitter):
+    run_ranks(mixed, 3, calls=16, jitter=jitter)
+
+
+def refusals(group):
+    x = torch.zeros(4, device=device())
+    for wrong, says in (
+        (lambda: fluxlike.all_reduce(x, group, "prod"), "'prod' is not one of 'sum', 'avg', 'max'"),
+        (lambda: fluxlike.all_reduce(x, group, algo="ring"), "'ring' is not one of 'auto', 'one_shot', 'two_shot'"),
+        (lambda: fluxlike.all_reduce(x.int(), group), "dtype torch.int32"),
+        (lambda: fluxlike.all_reduce([x, x.half()], group), "reduce tensors of one dtype at a time"),
+        (lambda: fluxlike.all_reduce([1.0], group), "x is a float, it must be a tensor"),
+        (lambda: fluxlike.all_reduce(x.to("meta"), group), "this rank's heap is on"),
+        (lambda: fluxlike.all_reduce_(torch.zeros(4, 4, device=device()).T, group), "must be contiguous, or use all_reduce"),
+    ):
+        said, _ = told(wrong, ValueError)
+        assert says in said, said
+    assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, float(dist.get_world_size(group))))
+
+
+def test_bad_calls():
+    run_ranks(refusals, 2)
+
+
+def differ(group):
+    fluxlike.init(heap="shm")
+    fluxlike.all_reduce(torch.ones(8), group)
+    fluxlike.all_reduce(torch.ones(8 if group.rank() else 9), group)
+
+
+def test_ranks_that_make_different_calls():
+    outcomes = run_fresh(differ, 2, {"FLUXLIKE_TIMEOUT_S": "20"})
+    for outcome in outcomes:
+        assert outcome.error == "CallMismatch" and "elements=9" in outcome.message, str(outcome)
+
+
+def lonely(group):
+    fluxlike.init(heap="shm")
+    fluxlike.all_reduce(torch.ones(8), group)
+    if group.rank() != 1:
+        fluxlike.all_reduce(torch.ones(8), group)
+
+
+def test_a_rank_that_does_not_come():
+    outcomes = run_fresh(lonely, 3, {"FLUXLIKE_TIMEOUT_S": "2"}, grace=10)
+    late = [outcomes[0], outcomes[2]]
+    assert all(outcome.error == "PeerTimeout" for outcome in late), list(map(str, outcomes))
+    assert any("waited 2 s for rank 1: its partial sums of call 2 (expected 2, saw 0)" in outcome.message for outcome in late)
+
+
+def checked(group, algo):
+    fluxlike.init(heap="shm")
+    mixed(group, 4)
+    fluxlike.finalize()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_no_race(algo):
+    for outcome in run_fresh(checked, 3, {"FLUXLIKE_RACECHECK": "1"}, measure="kernels", algo=algo):
+        assert outcome.ok, str(outcome)
+
+
+@pytest.mark.parametrize(("ranks", "nbytes"), [(2, 1 << 23), (4, 1 << 14), (8, 1 << 14)])
+def test_everything_to_everybody_where_a_trip_costs_more(ranks, nbytes):
+    assert ops.choose(nbytes, ranks) == "one_shot"
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_parts_where_bytes_cost_more(ranks):
+    assert ops.choose(1 << 22, ranks) == "two_shot"
+
+
+def test_launches_split_what_is_large():
+    x = torch.arange(10, dtype=torch.float32)
+    pairs = [(x[:3], x[:3]), (x, x)]
+    launches = ops._launches(pairs, 16)
+    pieces = [[piece.tolist() for piece, _ in launch] for launch in launches]
+    assert pieces == [[[0, 1, 2]], [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]]]
+    assert [len(launch) for launch in ops._launches(pairs, 100)] == [2]
