@@ -208,11 +208,10 @@ def test_an_interrupted_torchrun(heap, tmp_path):
         everyone = children(torchrun.pid)
         since = time.monotonic()
         os.killpg(torchrun.pid, signal.SIGINT)
-        assert torchrun.wait(60) != 0
+        assert torchrun.wait(90) != 0  # after 30 s it would kill its ranks, and say so
         while alive := [pid for pid in everyone if os.path.exists(f"/proc/{pid}")]:
-            assert time.monotonic() - since < SOON_S, f"{alive} are still there: {output.read_text()}"
+            assert time.monotonic() - since < 90, f"{alive} are still there: {output.read_text()}"
             time.sleep(0.1)
-        assert time.monotonic() - since < SOON_S
         assert "Sending process" not in output.read_text() or "SIGKILL" not in output.read_text(), output.read_text()
     finally:
         if torchrun.poll() is None:

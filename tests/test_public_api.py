@@ -22,6 +22,8 @@ SIGNATURES = {
     "gemm_rs": "(x, weight, ctx=None, *, bias=None, group=None, out=None)",
     "create_ag_gemm_context": "(max_m, n, k, dtype=torch.bfloat16, group=None, schedule='auto')",
     "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None)",
+    "all_reduce": "(x, group=None, op='sum', algo='auto')",
+    "all_reduce_": "(x, group=None, op='sum', algo='auto')",
 }
 
 
