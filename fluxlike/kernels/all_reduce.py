@@ -66,7 +66,7 @@ def place(
 
 
 @triton.jit
-def load_block(x, left, WIDTH: tl.constexpr, B: tl.constexpr):
+def load_payload(x, left, WIDTH: tl.constexpr, B: tl.constexpr):
     """The B words from ``x`` on, as int32: WIDTH elements each, of which ``left`` are there; zeros behind them."""
     at = tl.arange(0, WIDTH * B)
     values = tl.load(x + at, mask=at < left, other=0.0)
@@ -79,8 +79,8 @@ def load_block(x, left, WIDTH: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def store_block(y, left, words, WIDTH: tl.constexpr, B: tl.constexpr):
-    """The inverse of `load_block`."""
+def store_payload(y, left, words, WIDTH: tl.constexpr, B: tl.constexpr):
+    """The inverse of `load_payload`."""
     at = tl.arange(0, WIDTH * B)
     element = y.dtype.element_ty
     if WIDTH == 1:
@@ -177,16 +177,16 @@ def one_shot_kernel(
     row = capacity.to(tl.int64) * B
     for block in range(program, blocks, programs):
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
-        mine = with_number(load_block(source, left, WIDTH, B), epoch)
+        mine = with_number(load_payload(source, left, WIDTH, B), epoch)
         for step in tl.static_range(1, R):
             put(row_of(ctl, (rank + step) % R, offset, epoch, rank, row, R) + block * B, mine, B)
     here = row_of(ctl, rank, offset, epoch, 0, row, R)
     for block in range(program, blocks, programs):
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
-        mine = with_number(load_block(source, left, WIDTH, B), epoch)
+        mine = with_number(load_payload(source, left, WIDTH, B), epoch)
         got = receive(here + block * B, row, mine, epoch, ctl, rank, WAIT_PARTIAL, R, S, B)
         result, left = place(y, table, tensors, blocks, 1, n, block, B * WIDTH, MANY, VEC)
-        store_block(result, left, reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH), WIDTH, B)
+        store_payload(result, left, reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH), WIDTH, B)
     advance(epochs, ctl, epoch, MOST)
 
 
@@ -207,21 +207,21 @@ def two_shot_kernel(
         there = row_of(ctl, owner, offset, epoch, rank, row, R)
         for block in range(program, part, programs):
             source, left = place(x, table, tensors, blocks, 0, n, owner * part + block, B * WIDTH, MANY, VEC)
-            put(there + block * B, with_number(load_block(source, left, WIDTH, B), epoch), B)
+            put(there + block * B, with_number(load_payload(source, left, WIDTH, B), epoch), B)
     here = row_of(ctl, rank, offset, epoch, 0, row, R)
     for block in range(program, part, programs):
         source, left = place(x, table, tensors, blocks, 0, n, rank * part + block, B * WIDTH, MANY, VEC)
-        mine = with_number(load_block(source, left, WIDTH, B), epoch)
+        mine = with_number(load_payload(source, left, WIDTH, B), epoch)
         got = receive(here + block * B, row, mine, epoch, ctl, rank, WAIT_PARTIAL, R, S, B)
         reduced = reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH)
         for step in tl.static_range(1, R):
             put(row_of(ctl, (rank + step) % R, offset, epoch, R + rank, row, R) + block * B, with_number(reduced, epoch), B)
         result, left = place(y, table, tensors, blocks, 1, n, rank * part + block, B * WIDTH, MANY, VEC)
-        store_block(result, left, reduced, WIDTH, B)
+        store_payload(result, left, reduced, WIDTH, B)
     for step in tl.static_range(1, R):
         owner = (rank + step) % R
         for block in range(program, part, programs):
             reduced = receive_from(here + (R + owner) * row + block * B, owner, epoch, ctl, rank, WAIT_RESULT, R, B)
             result, left = place(y, table, tensors, blocks, 1, n, owner * part + block, B * WIDTH, MANY, VEC)
-            store_block(result, left, reduced.to(tl.int32), WIDTH, B)
+            store_payload(result, left, reduced.to(tl.int32), WIDTH, B)
     advance(epochs, ctl, epoch, MOST)
