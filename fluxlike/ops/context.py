@@ -18,12 +18,13 @@ from ..runtime import env, programs, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
+from ..runtime.launches import Lanes
 from . import choice, tiling, tuned
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a caller may ask for: what auto chooses from, and what it does not choose, as it has not been measured.
-SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k")
+SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k", "decomposed")
 REGION_ALIGN = 256
 REPORT_WORDS = 8
 #: Kinds of calls that a context keeps plans for.
@@ -57,8 +58,9 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
 class Context:
     """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
 
-    Attributes for people and tests: ``last_path`` (transport and loads of the last call, as "copy_engine/tma"), ``stats``
-    (calls, kernel launches, those of them that went straight to the driver, copies queued), ``group_ranks``, ``rank``, ``size``.
+    Attributes for people and tests: ``last_path`` (transport and loads of the last call, as "copy_engine/tma"; "decomposed/torch"
+    where torch multiplied), ``stats`` (calls, kernel launches, those of them that went straight to the driver, copies queued,
+    products by torch), ``group_ranks``, ``rank``, ``size``.
     """
 
     #: What makes one, for messages.
@@ -74,7 +76,7 @@ class Context:
         assert control.board is not None
         self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
-        self.stats = {"calls": 0, "launches": 0, "direct": 0, "copies": 0}
+        self.stats = {"calls": 0, "launches": 0, "direct": 0, "copies": 0, "products": 0}
         self.last_path = ""
         self.closed = False
         self._error: Exception | None = None
@@ -131,6 +133,7 @@ class Context:
         for name in Context.watched:
             racecheck.watch(f"{op}.{name}", getattr(self, name))
         self.engine = executor.copy_engine()
+        self.lanes = executor.lanes() if schedule == "decomposed" else Lanes()
         executor.synchronize()
         self._calls = 0
         self.board.made += 1
@@ -155,12 +158,12 @@ class Context:
             self._calls += 1
             self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
 
-    def begin(self, transport: str, tile: tiling.Tiling, **sizes: int) -> int:
-        """Start a call: `record` it, order it behind the last one, choose the slot set."""
+    def begin(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
+        """Start a call: `record` it, order it behind the last one, choose the slot set. ``tile``: None where torch multiplies."""
         self.record(**sizes)
         self._stream = self.world.executor.on_same_stream(self._stream)
         self.stats["calls"] += 1
-        self.last_path = f"{transport}/{'tma' if tile.tma else 'pointer'}"
+        self.last_path = f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}"
         self._set ^= 1
         return self._set
 
@@ -211,8 +214,10 @@ class Context:
 
         return launch
 
-    def overlapped(self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None]) -> None:
-        """``launch`` with the copies that ``queue`` queues beside it.
+    def overlapped(
+        self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """``launch`` and ``then``, with the copies that ``queue`` queues beside them; the copies may wait for ``launch`` only.
 
         They are the same ones whenever ``key`` is the same, in this context's memory; None for copies of a caller's tensor.
         """
@@ -235,7 +240,7 @@ class Context:
             key = None  # the copies of a graph have no times
         before = self.stats["copies"]
         try:
-            self.world.executor.overlapped(self.engine, launch, key, counted, stuck)
+            self.world.executor.overlapped(self.engine, launch, key, counted, stuck, then)
         except BaseException as error:
             self._broken(error)
             raise

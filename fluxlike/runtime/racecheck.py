@@ -482,5 +482,16 @@ def used_rows(rows: int) -> None:
 
 def host_write(tensor: torch.Tensor) -> None:
     """The host writes ``tensor`` by means that the checker does not see; call it next to the write."""
+    _host_access(tensor, STORE)
+
+
+def host_read(tensor: torch.Tensor) -> None:
+    """The host reads ``tensor`` by means that the checker does not see; call it next to the read."""
+    _host_access(tensor, READ)
+
+
+def _host_access(tensor: torch.Tensor, kind: int) -> None:
     if _checker is not None:
-        _checker.span(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(), 1, STORE)
+        size, rows = tensor.element_size(), 1 if tensor.is_contiguous() else tensor.shape[0]  # rows of a slot lie apart
+        pitch = 0 if rows == 1 else tensor.stride(0) * size
+        _checker.span(tensor.data_ptr(), pitch, tensor.numel() // rows * size, rows, kind)
