@@ -17,10 +17,10 @@ SCHEDULES = (*TRANSPORTS, "stream_k", "decomposed")
 COPIES = ("copy_engine", "decomposed")
 
 
-def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bool = False) -> int:
-    """Kernels that a call of one product launches."""
+def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bool = False, weights: int = 1) -> int:
+    """Kernels that a call launches."""
     if schedule != "decomposed":
-        return 1 + gathered
+        return weights + gathered
     if op == "gemm_rs":
         return ranks  # a word for the copy engine for each chunk of the others, and the sum
     sources = [s for s in range(ranks) if s != rank and rows_slice(m, ranks, s) != slice(m, m)]
