@@ -34,6 +34,7 @@ from mutate_source import PACKAGE, Edit, Source
 
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
+DECOMPOSED = "decomposed"  # with kernels of its own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -162,7 +163,7 @@ def _walk(nodes: Iterable[ast.AST], function: str, transport: str, compiled: boo
             copies, interpreted = _condition(node.test, "COPY_ENGINE"), _condition(node.test, "is_interp()")
             traced = _condition(node.test, "TRACE")  # it is not, in the scenes
             for branch, taken in ((node.body, True), (node.orelse, False)):
-                if traced != taken and (copies is None or (transport == "copy_engine") == (copies == taken)):
+                if traced != taken and (copies is None or (transport in ("copy_engine", DECOMPOSED)) == (copies == taken)):
                     yield from _walk(branch, function, transport, compiled or (interpreted is not None and interpreted != taken))
             yield from _walk([node.test], function, transport, compiled)
             continue
@@ -178,7 +179,8 @@ def _is_entry(name: str) -> bool:
 
 
 def transports(kernel: str) -> tuple[str, ...]:
-    return (STREAM_K,) if STREAM_K in kernel else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
+    alone = next((name for name in (STREAM_K, DECOMPOSED) if name in kernel), None)
+    return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 
 @functools.cache
