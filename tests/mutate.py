@@ -478,6 +478,27 @@ class _EngineMutations(_Mutations):
         return self.named()
 
 
+class _LaunchMutations(_Mutations):
+    """The launches of the schedule that puts its signals around products of torch."""
+
+    def run(self) -> list[Mutant]:
+        """Calls of `Prepared`: ``go(())``, ``plan.sum[slot]((y, y))``. Taken away, and in front of or behind their neighbour."""
+        for name in ("ag_gemm", "gemm_rs"):
+            reached = tuple((k, DECOMPOSED) for k in device_functions() if k.startswith(name) and DECOMPOSED in k)
+            for block in _blocks(self.source.functions[name]):
+                for at, statement in enumerate(block):
+                    call = statement.value if isinstance(statement, ast.Expr) else None
+                    if not isinstance(call, ast.Call) or not isinstance(call.args[0] if call.args else None, ast.Tuple):
+                        continue
+                    what = ast.unparse(call.func).removeprefix("plan.").removesuffix("[slot]")
+                    self.add(name, what, "remove", call, self.source.remove(statement), reached=reached)
+                    for other in block[max(at - 1, 0) : at] + block[at + 1 : at + 2]:
+                        if isinstance(other, ast.Expr):
+                            swapped = self.source.permute([statement, other], [1, 0])
+                            self.add(name, what, "swap", call, *swapped, reached=reached)
+        return self.named()
+
+
 def _is_constant(statement: ast.stmt) -> bool:
     """A docstring, or ``name = 5``."""
     return isinstance(getattr(statement, "value", None), ast.Constant)
@@ -502,6 +523,7 @@ def mutants() -> tuple[Mutant, ...]:
     for op in ("gemm_rs", "ag_gemm"):
         found += _EngineMutations(Source(f"ops/{op}.py"), (op,)).jobs()
     both = ("gemm_rs", "ag_gemm")
+    found += _LaunchMutations(Source(f"ops/{DECOMPOSED}.py")).run()
     found += _EngineMutations(Source("ops/context.py"), both).jobs()
     found += _EngineMutations(Source("runtime/cpu.py"), both).engine("CpuCopyEngine")
     names = [mutant.name for mutant in found]
