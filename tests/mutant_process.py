@@ -13,7 +13,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 KERNELS = (
     "ag_collect_kernel",
-    "decomposed_go_kernel",
+    "decomposed_credits_kernel",
     "ag_gemm_decomposed_arrived_kernel",
     "ag_gemm_decomposed_end_kernel",
     "gemm_rs_decomposed_sum_kernel",

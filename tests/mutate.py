@@ -482,13 +482,14 @@ class _LaunchMutations(_Mutations):
     """The launches of the schedule that puts its signals around products of torch."""
 
     def run(self) -> list[Mutant]:
-        """Calls of `Prepared`: ``go(())``, ``plan.sum[slot]((y, y))``. Taken away, and in front of or behind their neighbour."""
+        """Launches, ``plan.sum[slot]((y, y))``, and words, ``_go(ctx, unit)``: taken away, or changed with a neighbour."""
         for name in ("ag_gemm", "gemm_rs"):
             reached = tuple((k, DECOMPOSED) for k in device_functions() if k.startswith(name) and DECOMPOSED in k)
             for block in _blocks(self.source.functions[name]):
                 for at, statement in enumerate(block):
                     call = statement.value if isinstance(statement, ast.Expr) else None
-                    if not isinstance(call, ast.Call) or not isinstance(call.args[0] if call.args else None, ast.Tuple):
+                    launched = isinstance(call, ast.Call) and [type(given) for given in call.args] == [ast.Tuple]
+                    if not launched and _name_of(call) != "_go":
                         continue
                     what = ast.unparse(call.func).removeprefix("plan.").removesuffix("[slot]")
                     self.add(name, what, "remove", call, self.source.remove(statement), reached=reached)

@@ -23,10 +23,10 @@ class Recorder:
     """An executor's lanes, products, launches and copies, one line each: "lane: what"."""
 
     def __init__(self, executor):
-        self.lines, self.lane = [], "0"
+        self.lines, self.lane, self.ready = [], "0", 0
         self.executor, self.launch = executor, executor.launch
         executor.lanes, executor.multiply, executor.launch = lambda: self, self.multiplied, self.launched
-        executor.copy_engine = lambda: self
+        executor.copy_engine, executor.write = lambda: self, self.stream_write
 
     def note(self, text, lane=None):
         self.lines.append(f"{lane or self.lane}: {text}")
@@ -49,8 +49,10 @@ class Recorder:
     def launched(self, kernel, programs, args, constants, warps, stages):
         given = dict(zip(kernel.arg_names, args, strict=False))
         name = kernel.fn.__name__.removesuffix("_kernel").rpartition("_")[2]
-        which = {"go": "unit", "arrived": "source"}.get(name)
-        self.note(f"{name} {given[which]}" if which else name)
+        self.note(f"{name} {given['source']}" if "source" in given else name)
+
+    def stream_write(self, address, value):
+        self.note(f"go {(address - self.ready) // 4}: {value}")
 
     def wait(self, address, value):
         self.note(f"wait {value}", "copies")
@@ -66,11 +68,12 @@ def test_the_copies_of_ag_gemm_wait_for_nothing_that_is_queued_behind_them():
     with dry.recording((9, 0), ranks=4, rank=1):
         told = Recorder(world.current().executor)
         with contextlib.closing(ag.create_ag_gemm_context(13, 16, 16, schedule="decomposed")) as ctx:
+            told.ready = ctx.ready.data_ptr()
             ag.ag_gemm(dry.tensor((4, 16), torch.bfloat16), dry.tensor((8, 16), torch.bfloat16), ctx, m=13)
         assert ctx.last_path == "decomposed/torch" and ctx.stats["products"] == 4 and ctx.stats["copies"] == 3
     product = "multiply (4, 16) to torch.bfloat16 (4, 8)"
     assert told.lines == [
-        "0: fork", "1: go 0", f"0: {product}",
+        "0: fork", "1: credits", "1: go 0: 1", f"0: {product}",
         "copies: wait 1", "copies: write 0", *["copies: copy 4 rows", "copies: write 1"] * 3,
         "1: arrived 2", f"1: {product}",
         "0: arrived 3", "0: multiply (1, 16) to torch.bfloat16 (1, 8)",
@@ -83,13 +86,14 @@ def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
     with dry.recording((9, 0), ranks=4, rank=1):
         told = Recorder(world.current().executor)
         with contextlib.closing(rs.create_gemm_rs_context(13, 16, schedule="decomposed")) as ctx:
+            told.ready = ctx.ready.data_ptr()
             rs.gemm_rs(dry.tensor((13, 24), torch.bfloat16), dry.tensor((16, 24), torch.bfloat16), ctx)
         assert ctx.last_path == "decomposed/torch" and ctx.stats["products"] == 4 and ctx.stats["copies"] == 3
     partial = "multiply (4, 24) to torch.bfloat16 (4, 16)"
     assert told.lines == [
-        "0: fork", f"1: {partial}", "1: go 0",
-        "0: multiply (1, 24) to torch.bfloat16 (1, 16)", "0: go 1",
-        f"1: {partial}", "1: go 2",
+        "0: fork", "1: credits", f"1: {partial}", "1: go 0: 1",
+        "0: multiply (1, 24) to torch.bfloat16 (1, 16)", "0: go 1: 1",
+        f"1: {partial}", "1: go 2: 1",
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 1 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],

@@ -65,15 +65,16 @@ def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
 
 def sabotage(ctx, what: str, at: int) -> None:
     """Takes signals of this rank away, from the one numbered ``at`` on."""
-    if what == "copy":
-        write, left = ctx.engine.write, [at]
+    if what in ("copy", "go"):  # of the copy engine, or to it
+        writer = ctx.engine if what == "copy" else ctx.world.executor
+        write, left = writer.write, [at]
 
         def write_or_not(address: int, value: int) -> None:
             left[0] -= value == 1
             if left[0] > 0 or value != 1:
                 write(address, value)
 
-        ctx.engine.write = write_or_not
+        writer.write = write_or_not
     elif what == "credits":
         for kernels in KERNELS[ctx.op]:
             kernels.finish = finish_without_credits
@@ -149,10 +150,10 @@ LOSSES = (
     ("ag_gemm", "stream_k", "publication", 1, "shard"),
     ("ag_gemm", "stream_k", "credits", 0, "credit"),
     ("gemm_rs", "decomposed", "copy", 1, "partial sums"),
-    ("gemm_rs", "decomposed", "publication", 1, "partial sums"),
+    ("gemm_rs", "decomposed", "go", 1, "partial sums"),
     ("gemm_rs", "decomposed", "credits", 0, "credit"),
     ("ag_gemm", "decomposed", "copy", 1, "shard"),
-    ("ag_gemm", "decomposed", "publication", 1, "shard"),
+    ("ag_gemm", "decomposed", "go", 1, "shard"),
     ("ag_gemm", "decomposed", "credits", 0, "credit"),
 )
 

@@ -46,7 +46,6 @@ SURVIVORS: dict[str, str] = {
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares:early": (
         "the own tiles, which wait for no other rank, before the push: slower, for the peers wait longer for this shard"
     ),
-    "decomposed.decomposed_go_kernel.publish_set:value+1": "the side stream waits for 1 or more, and then sets the word to 0",
     "decomposed.gemm_rs_decomposed_sum_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared",
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares#2:early": (
         "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"

@@ -16,18 +16,16 @@ from .sync import (
     finish,
     full_flag,
     is_last_program,
-    publish_set,
     reset,
     wait,
     wait_credits,
 )
 
 
-@triton.jit(do_not_specialize=["unit", "slot", "rank"])
-def decomposed_go_kernel(ready, ctl, unit, slot, rank, R: tl.constexpr):
-    """What the stream holds before this is done: once the peers' slots are free, let the copy engine have it. One program."""
+@triton.jit(do_not_specialize=["slot", "rank"])
+def decomposed_credits_kernel(ctl, slot, rank, R: tl.constexpr):
+    """What the stream holds behind this may let copies go to the peers' slots. One program."""
     wait_credits(ctl, slot, rank, R)  # (C)
-    publish_set(ready + unit, 1, False)  # (A)
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "source"])

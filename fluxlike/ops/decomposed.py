@@ -8,40 +8,44 @@ it is a baseline for those that do, and works where they are slow.
 Two *lanes* (`runtime.launches.Lanes`): the caller's stream and a second one, which take turns, so that a product begins on the
 multiprocessors that the last tiles of the one before leave idle. The copies have the copy engine's stream. Rank r of R queues::
 
-    ag_gemm   lane 0   x_r · Wᵀ               arrived(r+2), x_{r+2} · Wᵀ   …                            [both lanes]  end
-              lane 1   go,  arrived(r+1), x_{r+1} · Wᵀ   arrived(r+3), …
+    ag_gemm   lane 1   credits, go
+              lane 0   x_r · Wᵀ
               copies   wait for go; x_r to r-1, its ``full`` word; x_r to r-2, …
+              lanes    by turns, 1 first: arrived(r+1), x_{r+1} · Wᵀ; arrived(r+2), x_{r+2} · Wᵀ; …
+              both     end
 
-    gemm_rs   lanes    by turns: partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1
-              lane 0   and, as the last: the own chunk → ``own`` (fp32), sum
+    gemm_rs   lanes    by turns: partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1. In front of the first: credits
               copies   wait for go(0); ``local`` of r+1 to slot r of rank r+1, its ``full`` word; wait for go(1); …
+              lane 0   the own chunk → ``own`` (fp32), sum
 
-"go", "arrived", "end" and "sum" are the kernels of `kernels.decomposed`. Three things differ from the paper and torch. Owners push
-where torch pulls, so nothing is copied into the heap first, and the copies, all in one stream, do not wait for products. Signals
-in memory are in place of barriers. And where the paper passes accumulators on in a ring, here each partial sum goes straight to
-its owner, into a slot of its own: as many bytes, but no product waits for a copy, no sum is rounded on the way, and the order of
-the sum is fixed.
+"credits", "arrived", "end" and "sum" are the kernels of `kernels.decomposed`; "go" is a word that the stream itself writes, since
+a kernel behind a product would have to find a place beside the next one, which fills the GPU. Three things differ from the paper
+and torch. Owners push where torch pulls, so nothing is copied into the heap first, and the copies, all in one stream, do not wait
+for products. Signals in memory are in place of barriers. And where the paper passes accumulators on in a ring, here each partial
+sum goes straight to its owner, into a slot of its own: as many bytes, but no product waits for a copy, no sum is rounded on the
+way, and the order of the sum is fixed.
 
 Protocol, that of the copy engine in `kernels.gemm_rs` and `kernels.ag_gemm` with one part a chunk; (C) and (D) live in
 `kernels.sync`:
 
-* (A) ``ready[unit] = 1`` (release) by a go kernel → stream wait of the copy engine, which resets it to 0.
+* (A) go(unit): ``ready[unit] = 1`` (a stream's write releases) → stream wait of the copy engine, which resets it to 0.
 * (B) ``full[slot, r, 0] = 1`` at the peer, by the copy engine after its copy → ``wait`` of the arrived or the sum kernel. The
   last kernel of the call resets the words of its slot set, when all of them have been seen.
-* (C) the credits, waited for by the go kernels: each peer has ended the call that last used this slot set.
+* (C) the credits, waited for by the credits kernel: each peer has ended the call that last used this slot set.
 * (D) the end of the call, by the end or the sum kernel: the epoch advances, the peers get their credits.
 
 Why it is sound.
 
-* A peer's slot is written behind (A), which is behind (C): its last reader, a product or the sum of an earlier call, was done
-  before the kernel that gave the credit began. It is read behind (B), so after its writer is done. Words are reset before (D) and
-  set again behind (C) of a later call.
-* ``local`` is read by copies behind (A), so behind the product that wrote it: the go kernel follows it in its lane. It is written
-  again by the next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's
-  x, which ag_gemm's copies read, and ``own``, which the sum reads in the lane in which it was written.
-* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for go kernels of this rank
-  only, which are queued before it is told to wait, and always end. Nothing waits for what is queued later, on this rank or, as
-  all ranks queue alike, on another: it does not matter how many streams the GPU runs at a time.
+* A peer's slot is written behind (A), the first of which is behind (C), and the copies follow each other: its last reader, a
+  product or the sum of an earlier call, was done before the kernel that gave the credit began. It is read behind (B), so after
+  its writer is done. Words are reset before (D) and set again behind (C) of a later call.
+* ``local`` is read by copies behind (A), so behind the product that wrote it: go follows it in its lane. It is written again by
+  the next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's x, which
+  ag_gemm's copies read, and ``own``, which the sum reads in the lane in which it was written.
+* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's
+  lanes only, which are queued before it is told to wait and have only such kernels and products in front of them. Nothing waits
+  for what is queued later, on this rank or, as all ranks queue alike, on another: it does not matter how many streams the GPU
+  runs at a time.
 * CUDA graphs: call numbers are on the device, the slot set is frozen at capture, as with schedule "copy_engine". The second lane
   is forked from the captured stream and joined to it.
 
@@ -62,7 +66,7 @@ import torch
 from ..kernels.decomposed import (
     ag_gemm_decomposed_arrived_kernel,
     ag_gemm_decomposed_end_kernel,
-    decomposed_go_kernel,
+    decomposed_credits_kernel,
     gemm_rs_decomposed_sum_kernel,
 )
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
@@ -86,14 +90,19 @@ def _multiply(ctx: "Context", a: torch.Tensor, w: torch.Tensor, out: torch.Tenso
         ctx.stats["products"] += 1
 
 
-def _go(ctx: "Context", unit: int, slot: int) -> "Prepared":
-    return ctx.prepare(decomposed_go_kernel, 1, (ctx.ready, ctx.ctl, unit, slot, ctx.rank), {"R": ctx.size}, _ONE, ())
+def _credits(ctx: "Context", slot: int) -> "Prepared":
+    return ctx.prepare(decomposed_credits_kernel, 1, (ctx.ctl, slot, ctx.rank), {"R": ctx.size}, _ONE, ())
+
+
+def _go(ctx: "Context", unit: int) -> None:
+    """(A), behind what the lane holds."""
+    ctx.world.executor.write(ctx.ready.data_ptr() + 4 * unit, 1)
 
 
 class _Gather(NamedTuple):
     """What ag_gemm launches in calls of one M and K. Each for the two slot sets; the inner lists from rank r+1 on."""
 
-    go: list["Prepared"]
+    credits: list["Prepared"]
     arrived: list[list["Prepared"]]
     end: list["Prepared"]
     #: Where the shards arrive.
@@ -107,7 +116,7 @@ def _gather(ctx: "Context", m: int, k: int) -> _Gather:
         slots = data[: ranks * full * ld].view(ranks, full, ld)
         sources = [(rank + step) % ranks for step in range(1, ranks)]
         waits = [(ctx.full, ctx.ctl, slot, rank, source) for source in sources]
-        plan.go.append(_go(ctx, 0, slot))
+        plan.credits.append(_credits(ctx, slot))
         plan.arrived.append([ctx.prepare(ag_gemm_decomposed_arrived_kernel, 1, wait, R, _ONE, ()) for wait in waits])
         plan.end.append(ctx.prepare(ag_gemm_decomposed_end_kernel, 1, (ctx.full, ctx.ctl, m, full, slot, rank), R, _ONE, ()))
         plan.shards.append([slots[source, : rows_of(m, ranks, source), :k] for source in sources])
@@ -140,7 +149,8 @@ def ag_gemm(
     def begin() -> None:
         if ranks > 1:
             with ctx.lanes.of(1):
-                plan.go[slot](())
+                plan.credits[slot](())
+                _go(ctx, 0)
         consume(x, ctx.rank)
 
     def rest() -> None:
@@ -156,11 +166,11 @@ def ag_gemm(
 
 
 class _Scatter(NamedTuple):
-    """What gemm_rs launches in calls of one kind. ``go`` and ``sum`` for the two slot sets; the inner lists from rank r+1 on."""
+    """What gemm_rs launches in calls of one kind; ``credits`` and ``sum`` for the two slot sets."""
 
-    go: list[list["Prepared"]]
+    credits: list["Prepared"]
     sum: list["Prepared"]
-    #: Where the partial sums of the others' chunks go, and that of the own one.
+    #: Where the partial sums of the others' chunks go, from rank r+1 on, and that of the own one.
     partials: list[torch.Tensor]
     own: torch.Tensor
 
@@ -178,7 +188,7 @@ def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor) -> _S
     programs = ctx.programs(cdiv(rows, tile.bm) * cdiv(n, tile.bn))
     plan = _Scatter([], [], [], ctx.own[: full * ld].view(full, ld)[:rows, :n])
     for slot in (0, 1):
-        plan.go.append([_go(ctx, unit, slot) for unit in range(ranks - 1)])
+        plan.credits.append(_credits(ctx, slot))
         plan.sum.append(ctx.prepare(gemm_rs_decomposed_sum_kernel, programs, (*args, slot), constants, tile, (2, 3)))
     for step in range(1, ranks):
         owner = (rank + step) % ranks
@@ -200,10 +210,12 @@ def gemm_rs(
         _multiply(ctx, x[owner * full : owner * full + len(out)], weight, out)
 
     def begin() -> None:
-        for unit, (go, partial) in enumerate(zip(plan.go[slot], plan.partials, strict=True)):
+        for unit, partial in enumerate(plan.partials):
             with ctx.lanes.of(ranks - 1 - unit):  # such that the own chunk, the last, has its turn in lane 0
+                if unit == 0:
+                    plan.credits[slot](())
                 product((ctx.rank + 1 + unit) % ranks, partial)
-                go(())
+                _go(ctx, unit)
 
     def rest() -> None:
         product(ctx.rank, plan.own)

@@ -152,6 +152,10 @@ class CpuExecutor:
         torch.mm(a.float(), w.float().T, out=product)  # this form is one that autocast leaves alone
         out.copy_(product if bias is None else product.add_(bias))
 
+    def write(self, address: int, value: int) -> None:
+        """Set the 32-bit word at ``address``, behind all that was launched before."""
+        shm.words(address, 1, np.int32)[0] = value
+
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 

@@ -282,6 +282,15 @@ class CudaExecutor:
         else:
             torch.addmm(bias, a, w.T, out=out)
 
+    def write(self, address: int, value: int) -> None:
+        """Set the 32-bit word at ``address`` behind all that the current stream holds. It takes no multiprocessor.
+
+        A release at system scope: the default of such a write is that those before it are seen first.
+        """
+        with self.current():
+            raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+            _check(self._cu.cuStreamWriteValue32(raw, address, value, 0), "cuStreamWriteValue32")
+
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)

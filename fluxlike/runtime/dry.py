@@ -137,6 +137,9 @@ class DryExecutor:
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """No launch of a kernel of ours."""
 
+    def write(self, address: int, value: int) -> None:
+        """No memory."""
+
     def overlapped(
         self, engine: Any, launch: Callable[[], None], key: Any, queue: Callable[[], None], stuck: Any,
         then: Callable[[], None] = lambda: None,

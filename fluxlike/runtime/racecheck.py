@@ -388,9 +388,9 @@ class Checker:
             return True
 
     def stream_write(self, address: int, act: Callable[[], None]) -> None:
-        """The copy engine sets a word: a release at system scope, by a store."""
+        """The copy engine, or another stream of the host's, sets a word: a release at system scope, by a store."""
         with self.shadow:
-            thread, site = self.engine, self.shadow.site("a stream write")
+            thread, site = self.current(), self.shadow.site("a stream write")
             for known, granules in self.locate(np.array([address]), 4):
                 self._judge(thread, site, known, granules, ATOMIC)
                 number = int(self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0])

@@ -115,8 +115,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
         "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
         "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
-        # credits; the word for the copy engine
-        "decomposed_go_kernel": (peers, 1, 0, 0),
+        # credits
+        "decomposed_credits_kernel": (peers, 0, 0, 0),
         # a shard
         "ag_gemm_decomposed_arrived_kernel": (1, 0, 0, 0),
         # all shards; the credits
