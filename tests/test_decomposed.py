@@ -83,6 +83,7 @@ def test_the_copies_of_ag_gemm_wait_for_nothing_that_is_queued_behind_them():
 
 
 def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
+    """And the sum, which may hold the whole GPU while it waits, is behind all that the peers wait for."""
     with dry.recording((9, 0), ranks=4, rank=1):
         told = Recorder(world.current().executor)
         with contextlib.closing(rs.create_gemm_rs_context(13, 16, schedule="decomposed")) as ctx:
@@ -97,8 +98,8 @@ def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 1 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
-        "0: multiply (4, 24) to torch.float32 (4, 16)", "0: sum",
-        "0: join",
+        "0: multiply (4, 24) to torch.float32 (4, 16)",
+        "0: join", "0: sum",
     ]  # fmt: skip
 
 

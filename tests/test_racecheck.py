@@ -35,7 +35,8 @@ ENV = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": "20"}
 
 
 def every_operation(group: Any) -> int:
-    """Both operations, both transports, and products by torch: five calls back to back, shapes that change, uneven chunks, a late rank each time."""
+    """Both operations, by each transport and with products by torch: five calls, back to back, shapes that change, uneven chunks,
+    a late rank each time."""
     fluxlike.init(heap="shm")
     rank, ranks, calls = group.rank(), group.size(), 0
     generator = np.random.default_rng(5)

@@ -14,9 +14,10 @@ multiprocessors that the last tiles of the one before leave idle. The copies hav
               lanes    by turns, 1 first: arrived(r+1), x_{r+1} · Wᵀ; arrived(r+2), x_{r+2} · Wᵀ; …
               both     end
 
-    gemm_rs   lanes    by turns: partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1. In front of the first: credits
+    gemm_rs   lanes    by turns, 1 first: credits, partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1, go(R-2)
               copies   wait for go(0); ``local`` of r+1 to slot r of rank r+1, its ``full`` word; wait for go(1); …
-              lane 0   the own chunk → ``own`` (fp32), sum
+              lanes    the own chunk → ``own`` (fp32)
+              both     sum
 
 "credits", "arrived", "end" and "sum" are the kernels of `kernels.decomposed`; "go" is a word that the stream itself writes, since
 a kernel behind a product would have to find a place beside the next one, which fills the GPU. Three things differ from the paper
@@ -39,13 +40,14 @@ Why it is sound.
 * A peer's slot is written behind (A), the first of which is behind (C), and the copies follow each other: its last reader, a
   product or the sum of an earlier call, was done before the kernel that gave the credit began. It is read behind (B), so after
   its writer is done. Words are reset before (D) and set again behind (C) of a later call.
-* ``local`` is read by copies behind (A), so behind the product that wrote it: go follows it in its lane. It is written again by
-  the next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's x, which
-  ag_gemm's copies read, and ``own``, which the sum reads in the lane in which it was written.
-* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's
-  lanes only, which are queued before it is told to wait and have only such kernels and products in front of them. Nothing waits
-  for what is queued later, on this rank or, as all ranks queue alike, on another: it does not matter how many streams the GPU
-  runs at a time.
+* ``local`` is read by copies behind (A), so behind the product that wrote it: go follows it in its lane. It is written again by the
+  next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's x, which
+  ag_gemm's copies read, and puts the sum behind the product that wrote ``own``.
+* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's lanes
+  only, which are queued before it is told to wait and have only such kernels and products in front of them. Nothing waits for what
+  is queued later, on this rank or, as all ranks queue alike, on another: any number of streams may run at a time.
+* Who waits keeps nobody from working. The sum may hold all multiprocessors while it waits for the peers; it begins behind the join,
+  so behind all products and copies that the peers wait for. Beside it only kernels of one program wait.
 * CUDA graphs: call numbers are on the device, the slot set is frozen at capture, as with schedule "copy_engine". The second lane
   is forked from the captured stream and joined to it.
 
@@ -210,16 +212,17 @@ def gemm_rs(
         _multiply(ctx, x[owner * full : owner * full + len(out)], weight, out)
 
     def begin() -> None:
-        for unit, partial in enumerate(plan.partials):
-            with ctx.lanes.of(ranks - 1 - unit):  # such that the own chunk, the last, has its turn in lane 0
-                if unit == 0:
+        for step, partial in enumerate(plan.partials, 1):
+            with ctx.lanes.of(step):
+                if step == 1:
                     plan.credits[slot](())
-                product((ctx.rank + 1 + unit) % ranks, partial)
-                _go(ctx, unit)
+                product((ctx.rank + step) % ranks, partial)
+                _go(ctx, step - 1)
 
     def rest() -> None:
-        product(ctx.rank, plan.own)
-        plan.sum[slot]((y if bias is None else bias, y))
+        with ctx.lanes.of(ranks):
+            product(ctx.rank, plan.own)
 
     with ctx.lanes.forked():
         ctx.overlapped(begin, (number, slot), lambda: queue_copies(ctx, m, full, full, ld, 1, full, 1, slot), rest)
+    plan.sum[slot]((y if bias is None else bias, y))
