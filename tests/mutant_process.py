@@ -11,7 +11,17 @@ from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
 
-KERNELS = ("ag_collect_kernel", "gemm_rs_stream_k_kernel", "ag_gemm_stream_k_kernel", "gemm_rs_kernel", "ag_gemm_kernel")
+KERNELS = (
+    "ag_collect_kernel",
+    "decomposed_credits_kernel",
+    "ag_gemm_decomposed_arrived_kernel",
+    "ag_gemm_decomposed_end_kernel",
+    "gemm_rs_decomposed_sum_kernel",
+    "gemm_rs_stream_k_kernel",
+    "ag_gemm_stream_k_kernel",
+    "gemm_rs_kernel",
+    "ag_gemm_kernel",
+)
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 

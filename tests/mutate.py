@@ -34,6 +34,7 @@ from mutate_source import PACKAGE, Edit, Source
 
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
+DECOMPOSED = "decomposed"  # with kernels of its own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -162,7 +163,7 @@ def _walk(nodes: Iterable[ast.AST], function: str, transport: str, compiled: boo
             copies, interpreted = _condition(node.test, "COPY_ENGINE"), _condition(node.test, "is_interp()")
             traced = _condition(node.test, "TRACE")  # it is not, in the scenes
             for branch, taken in ((node.body, True), (node.orelse, False)):
-                if traced != taken and (copies is None or (transport == "copy_engine") == (copies == taken)):
+                if traced != taken and (copies is None or (transport in ("copy_engine", DECOMPOSED)) == (copies == taken)):
                     yield from _walk(branch, function, transport, compiled or (interpreted is not None and interpreted != taken))
             yield from _walk([node.test], function, transport, compiled)
             continue
@@ -178,7 +179,8 @@ def _is_entry(name: str) -> bool:
 
 
 def transports(kernel: str) -> tuple[str, ...]:
-    return (STREAM_K,) if STREAM_K in kernel else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
+    alone = next((name for name in (STREAM_K, DECOMPOSED) if name in kernel), None)
+    return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 
 @functools.cache
@@ -476,6 +478,28 @@ class _EngineMutations(_Mutations):
         return self.named()
 
 
+class _LaunchMutations(_Mutations):
+    """The launches of the schedule that puts its signals around products of torch."""
+
+    def run(self) -> list[Mutant]:
+        """Launches, ``plan.sum[slot]((y, y))``, and words, ``_go(ctx, unit)``: taken away, or changed with a neighbour."""
+        for name in ("ag_gemm", "gemm_rs"):
+            reached = tuple((k, DECOMPOSED) for k in device_functions() if k.startswith(name) and DECOMPOSED in k)
+            for block in _blocks(self.source.functions[name]):
+                for at, statement in enumerate(block):
+                    call = statement.value if isinstance(statement, ast.Expr) else None
+                    launched = isinstance(call, ast.Call) and [type(given) for given in call.args] == [ast.Tuple]
+                    if not launched and _name_of(call) != "_go":
+                        continue
+                    what = ast.unparse(call.func).removeprefix("plan.").removesuffix("[slot]")
+                    self.add(name, what, "remove", call, self.source.remove(statement), reached=reached)
+                    for other in block[max(at - 1, 0) : at] + block[at + 1 : at + 2]:
+                        if isinstance(other, ast.Expr):
+                            swapped = self.source.permute([statement, other], [1, 0])
+                            self.add(name, what, "swap", call, *swapped, reached=reached)
+        return self.named()
+
+
 def _is_constant(statement: ast.stmt) -> bool:
     """A docstring, or ``name = 5``."""
     return isinstance(getattr(statement, "value", None), ast.Constant)
@@ -500,6 +524,7 @@ def mutants() -> tuple[Mutant, ...]:
     for op in ("gemm_rs", "ag_gemm"):
         found += _EngineMutations(Source(f"ops/{op}.py"), (op,)).jobs()
     both = ("gemm_rs", "ag_gemm")
+    found += _LaunchMutations(Source(f"ops/{DECOMPOSED}.py")).run()
     found += _EngineMutations(Source("ops/context.py"), both).jobs()
     found += _EngineMutations(Source("runtime/cpu.py"), both).engine("CpuCopyEngine")
     names = [mutant.name for mutant in found]

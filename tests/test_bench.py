@@ -161,8 +161,8 @@ def test_defaults():
     on_gpus, on_cpus = bench.parse(["gemm_rs"], cuda=True), bench.parse(["gemm_rs"], cuda=False)
     assert on_gpus.suite == "headline" and on_cpus.suite == "toy"
     assert on_gpus.modes == ["eager"] and on_gpus.rounds == 7 and on_gpus.iters is None
-    assert on_gpus.methods == ["gemm", "torch", "async_tp", "copy_engine", "in_kernel", "stream_k", "auto"]
-    assert on_cpus.methods == ["reference", "copy_engine", "in_kernel", "stream_k", "auto"]
+    assert on_gpus.methods == ["gemm", "torch", "async_tp", "copy_engine", "in_kernel", "stream_k", "decomposed", "auto"]
+    assert on_cpus.methods == ["reference", "copy_engine", "in_kernel", "stream_k", "decomposed", "auto"]
     assert bench.parse(["gemm_rs", "--graph"], cuda=True).modes == ["graph"]
     assert bench.parse(["gemm_rs", "--graph", "--eager"], cuda=True).modes == ["eager", "graph"]
     assert bench.parse(["ag_gemm", "--methods", "auto,torch"], cuda=True).methods == ["torch", "auto"]

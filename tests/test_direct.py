@@ -246,7 +246,7 @@ def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
 def test_traced_copies_are_not_made_a_graph(traced):
     """Events inside of a graph have no times."""
     keys = []
-    executor = SimpleNamespace(overlapped=lambda engine, launch, key, queue, stuck: (keys.append(key), queue()))
+    executor = SimpleNamespace(overlapped=lambda engine, launch, key, queue, stuck, then: (keys.append(key), queue()))
     trace = SimpleNamespace(copies=["of the call before"]) if traced else None
     fields = dict(trace=trace, stats={"copies": 3}, world=SimpleNamespace(executor=executor), engine=None, _copies={})
     context = SimpleNamespace(**fields)

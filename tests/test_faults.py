@@ -19,11 +19,11 @@ from faults import GUILTY, HEAP, LIMIT_S, OPS, WORLD, call, fresh, make_context,
 from ranks import run_ranks
 
 import fluxlike
-from fluxlike.kernels import ag_gemm, ag_gemm_stream_k, gemm_rs, gemm_rs_stream_k
+from fluxlike.kernels import ag_gemm, ag_gemm_stream_k, decomposed, gemm_rs, gemm_rs_stream_k
 from fluxlike.kernels.sync import finish, publish_add, publish_set
 from fluxlike.runtime import interpreter, world
 
-KERNELS = {"gemm_rs": (gemm_rs, gemm_rs_stream_k), "ag_gemm": (ag_gemm, ag_gemm_stream_k)}
+KERNELS = {"gemm_rs": (gemm_rs, gemm_rs_stream_k, decomposed), "ag_gemm": (ag_gemm, ag_gemm_stream_k, decomposed)}
 
 # A builtin of the interpreter that counts: from which publication of this rank on all go wrong, and how. A single flag
 # that is lost may be made up for by the next call's, which is larger.
@@ -65,15 +65,16 @@ def finish_without_credits(ctl, slot, rank, epoch, R: tl.constexpr):
 
 def sabotage(ctx, what: str, at: int) -> None:
     """Takes signals of this rank away, from the one numbered ``at`` on."""
-    if what == "copy":
-        write, left = ctx.engine.write, [at]
+    if what in ("copy", "go"):  # of the copy engine, or to it
+        writer = ctx.engine if what == "copy" else ctx.world.executor
+        write, left = writer.write, [at]
 
         def write_or_not(address: int, value: int) -> None:
             left[0] -= value == 1
             if left[0] > 0 or value != 1:
                 write(address, value)
 
-        ctx.engine.write = write_or_not
+        writer.write = write_or_not
     elif what == "credits":
         for kernels in KERNELS[ctx.op]:
             kernels.finish = finish_without_credits
@@ -148,6 +149,12 @@ LOSSES = (
     ("gemm_rs", "stream_k", "credits", 0, "credit"),
     ("ag_gemm", "stream_k", "publication", 1, "shard"),
     ("ag_gemm", "stream_k", "credits", 0, "credit"),
+    ("gemm_rs", "decomposed", "copy", 1, "partial sums"),
+    ("gemm_rs", "decomposed", "go", 1, "partial sums"),
+    ("gemm_rs", "decomposed", "credits", 0, "credit"),
+    ("ag_gemm", "decomposed", "copy", 1, "shard"),
+    ("ag_gemm", "decomposed", "go", 1, "shard"),
+    ("ag_gemm", "decomposed", "credits", 0, "credit"),
 )
 
 

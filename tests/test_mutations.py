@@ -29,7 +29,7 @@ WORKERS = 4
 SHORT, LONG = "5", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
-PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K)]
+PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K, mutate.DECOMPOSED)]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {
@@ -46,6 +46,7 @@ SURVIVORS: dict[str, str] = {
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares:early": (
         "the own tiles, which wait for no other rank, before the push: slower, for the peers wait longer for this shard"
     ),
+    "decomposed.gemm_rs_decomposed_sum_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared",
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares#2:early": (
         "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"
     ),
@@ -94,8 +95,14 @@ def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
 
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
     """The (operation, transport) that reach a mutant."""
-    reached = {("gemm_rs" if kernel.startswith("gemm_rs") else "ag_gemm", transport) for kernel, transport in mutant.reached}
-    return [pair for pair in PAIRS if pair in reached]
+    reached = set(mutant.reached)
+    return [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
+
+
+def kernels_of(op: str) -> tuple[str, ...]:
+    """The kernels that calls of an operation launch."""
+    other = {"gemm_rs": "ag_", "ag_gemm": "gemm_rs"}[op]
+    return tuple(kernel for kernel in KERNELS if not kernel.startswith(other))
 
 
 def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, **where: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES, TRANSPORTS, AGCase, RSCase, poison, same
+from cases import SCHEDULES, TRANSPORTS, AGCase, RSCase, launches, poison, same
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
@@ -190,7 +190,7 @@ def sliced(t: torch.Tensor, left: int, right: int) -> torch.Tensor:
 
 def views(group, dtype):
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    for schedule in TRANSPORTS if dtype == torch.bfloat16 else ("in_kernel", "stream_k"):
+    for schedule in (*TRANSPORTS, "decomposed") if dtype == torch.bfloat16 else ("in_kernel", "stream_k"):
         with (
             fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype=dtype, group=group, schedule=schedule) as ag,
@@ -285,7 +285,8 @@ def ag_several(group, dtype):
                 if k:
                     assert ctx.last_path.startswith(schedule), what
                     assert ctx.stats["calls"] - before["calls"] == 3, what
-                    assert ctx.stats["launches"] - before["launches"] == 3 * len(weights) + 2, what
+                    launched = [launches("ag_gemm", schedule, m, size, rank, gathered, len(weights)) for gathered in (1, 1, 0)]
+                    assert ctx.stats["launches"] - before["launches"] == sum(launched), what
 
 
 @pytest.mark.parametrize(("world", "dtype"), ((2, "float32"), (3, "float16"), (4, "bfloat16")))
@@ -342,8 +343,10 @@ def back_to_back(group, dtype, turns, jitter):
         interpreter.configure(previous)
     for (case, what), result in zip(cases, results, strict=True):
         same(result, case.expected(rank) if isinstance(case, RSCase) else case.whole()[1][rank], what)
-    for ctx, schedule in contexts:
-        assert ctx.stats["calls"] == ctx.stats["launches"] == turns, schedule
+    for place, (ctx, schedule) in enumerate(contexts):
+        rows = [shapes[(turn + place) % len(shapes)][0] for turn in range(turns)]
+        assert ctx.stats["calls"] == turns, schedule
+        assert ctx.stats["launches"] == sum(launches(ctx.op, schedule, m, size, rank) for m in rows), schedule
         ctx.close()
 
 
@@ -355,11 +358,11 @@ def test_back_to_back_calls_of_changing_shapes(world, dtype, jitter):
 
 def repeats(group, dtype):
     """The same bits again and again, whatever the order in which programs and ranks came."""
-    dtype, rank = getattr(torch, dtype), dist.get_rank(group)
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
     generator = torch.Generator().manual_seed(rank)
     m, n, k = 90, 70, 100
     x, w = (torch.randn(s, k, generator=generator).to(dtype).to(device()) for s in (m, n))
-    shard = x[rows_slice(m, dist.get_world_size(group), rank)].contiguous()
+    shard = x[rows_slice(m, size, rank)].contiguous()
     for schedule in SCHEDULES:
         with (
             fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule) as rs,
@@ -377,7 +380,8 @@ def repeats(group, dtype):
                 first = first or now
                 for op, a, b in zip(("gemm_rs", "ag_gemm"), first, now, strict=True):
                     assert torch.equal(a, b), f"{op} {schedule} {dtype}: other bits at repeat {turn}"
-            assert rs.stats["launches"] == ag.stats["launches"] == 5
+            for ctx in (rs, ag):
+                assert ctx.stats["launches"] == 5 * launches(ctx.op, schedule, m, size, rank)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])))

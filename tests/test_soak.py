@@ -72,7 +72,7 @@ def test_the_pool_has_some_of_everything(profile, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_steps_have_some_of_everything(seed):
-    pool, steps = soak_plan.signatures(seed, 4, GPU), [step for burst in bursts(seed, 400) for step in burst.steps]
+    pool, steps = soak_plan.signatures(seed, 4, GPU), [step for burst in bursts(seed, 500) for step in burst.steps]
     assert [step.number for step in steps] == list(range(len(steps)))
     kinds = {(s.signature.op, s.signature.schedule, s.mode) for s in steps}
     assert kinds == set(itertools.product(soak_plan.OPS, soak_plan.SCHEDULES, soak_plan.MODES))

@@ -15,7 +15,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
-from . import choice, cost, tiling, tuning, validate
+from . import choice, cost, decomposed, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -72,7 +72,8 @@ def create_ag_gemm_context(
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the shards: "copy_engine", "in_kernel", or "auto": what was measured, else expected, to be faster
             (docs/tune.md). "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
-            (`kernels.ag_gemm_stream_k`); auto does not choose it.
+            (`kernels.ag_gemm_stream_k`). "decomposed": by the copy engine, a whole shard at a time, and the products by cuBLAS,
+            one a shard (`ops.decomposed`). Auto chooses neither of these two.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -207,6 +208,9 @@ def _run(
     beside: Callable[[], None] | None = None,
 ) -> None:
     """``beside``: what else is launched while the shards are on their way."""
+    if ctx.schedule == "decomposed":  # which a kept context, and so one with ``beside``, has not
+        decomposed.ag_gemm(ctx, x, weights, biases, results, gathered, _queue_copies)
+        return
     (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)

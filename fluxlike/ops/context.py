@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..kernels import sync
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
+from ..runtime.launches import Lanes
 from . import choice, tiling, tuned
 from .group import PLANS, Compiled, GroupContext, Prepared
 from .group import kept as group_kept
@@ -19,7 +20,7 @@ from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a caller may ask for: what auto chooses from, and what it does not choose, as it has not been measured.
-SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k")
+SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k", "decomposed")
 
 
 def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -> Exception | None:
@@ -39,7 +40,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
 class Context(GroupContext):
     """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
 
-    ``last_path``: transport and loads of the last call, as "copy_engine/tma". ``stats`` also counts the copies queued.
+    ``last_path``: transport and loads of the last call, as "copy_engine/tma"; "decomposed/torch" where torch multiplied. ``stats``
+    also counts the copies queued, and products by torch.
     """
 
     maker = "fluxlike.ops.context.Context"
@@ -61,7 +63,7 @@ class Context(GroupContext):
         #: FLUXLIKE_TUNE, the programs of a GPU and the measured choices: the same on all ranks.
         self.tuned = tuned.agreed(control, op, dtype, executor)
         super().__init__(op, control, regions)
-        self.stats |= {"copies": 0}
+        self.stats |= {"copies": 0, "products": 0}
         self._set = 0
         #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
         self._used: choice.Choice | None = None
@@ -78,11 +80,12 @@ class Context(GroupContext):
         self.work = torch.empty(places * tiling.PART, dtype=torch.float32, device=self.device)
         self.parts = torch.zeros(places, dtype=torch.int64, device=self.device)
         self.engine = executor.copy_engine()
+        self.lanes = executor.lanes() if schedule == "decomposed" else Lanes()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
 
-    def start(self, transport: str, tile: tiling.Tiling, **sizes: int) -> int:
-        """`begin` a call, and choose the slot set."""
-        self.begin(f"{transport}/{'tma' if tile.tma else 'pointer'}", **sizes)
+    def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
+        """`begin` a call, and choose the slot set. ``tile``: None where torch multiplies."""
+        self.begin(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes)
         self._set ^= 1
         return self._set
 
@@ -110,8 +113,10 @@ class Context(GroupContext):
 
         return traced
 
-    def overlapped(self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None]) -> None:
-        """``launch`` with the copies that ``queue`` queues beside it.
+    def overlapped(
+        self, launch: Callable[[], None], key: Hashable, queue: Callable[[], None], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """``launch`` and ``then``, with the copies that ``queue`` queues beside them; the copies may wait for ``launch`` only.
 
         They are the same ones whenever ``key`` is the same, in this context's memory; None for copies of a caller's tensor.
         """
@@ -134,7 +139,7 @@ class Context(GroupContext):
             key = None  # the copies of a graph have no times
         before = self.stats["copies"]
         try:
-            self.world.executor.overlapped(self.engine, launch, key, counted, stuck)
+            self.world.executor.overlapped(self.engine, launch, key, counted, stuck, then)
         except BaseException as error:
             self._broken(error)
             raise

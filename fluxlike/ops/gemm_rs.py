@@ -15,7 +15,7 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import tiling, tuning, validate
+from . import decomposed, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -48,10 +48,10 @@ class GemmRSContext(Context):
             flags = (cdiv(rows, tiling.MIN_TILE) + 1) * cdiv(n, tiling.MIN_TILE)
             super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
         #: Of the copy engine: the partial sums that it takes to their owners.
-        copies = schedule in ("auto", "copy_engine") and control.size > 1
+        copies = schedule in ("auto", "copy_engine", "decomposed") and control.size > 1
         self.local = torch.empty(self.set_elements if copies else 16, dtype=dtype, device=self.device)
-        #: Of stream_k: this rank's partial sum of its own rows.
-        own = self.set_elements // control.size if schedule == "stream_k" else 16
+        #: Of stream_k and decomposed: this rank's partial sum of its own rows.
+        own = self.set_elements // control.size if schedule in ("stream_k", "decomposed") else 16
         self.own = torch.empty(own, dtype=torch.float32, device=self.device)
         for name in ("local", "own"):
             racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
@@ -75,7 +75,8 @@ def create_gemm_rs_context(
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
             kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
             "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
-            (`kernels.gemm_rs_stream_k`); auto does not choose it.
+            (`kernels.gemm_rs_stream_k`). "decomposed": by the copy engine, a whole chunk at a time, and the products by cuBLAS,
+            one a chunk (`ops.decomposed`). Auto chooses neither of these two.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -168,6 +169,9 @@ class _Plan(NamedTuple):
 
 
 def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    if ctx.schedule == "decomposed":
+        decomposed.gemm_rs(ctx, x, weight, bias, y, _queue_copies)
+        return
     kinds = tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
     number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y))
     slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])

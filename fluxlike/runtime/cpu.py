@@ -13,7 +13,7 @@ import torch
 from . import env, interpreter, shm
 from .control import ControlGroup
 from .heap import Segment
-from .launches import Launch
+from .launches import Lanes, Launch
 
 
 class CpuCopyEngine:
@@ -143,6 +143,19 @@ class CpuExecutor:
     ) -> Launch:  # fmt: skip
         return Launch(self, kernel, programs, args, constants, warps, stages, varying)
 
+    def lanes(self) -> Lanes:
+        return Lanes()
+
+    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """out = a · wᵀ (+ bias), added in fp32 and rounded once to the dtype of ``out``."""
+        product = torch.empty(out.shape)
+        torch.mm(a.float(), w.float().T, out=product)  # this form is one that autocast leaves alone
+        out.copy_(product if bias is None else product.add_(bias))
+
+    def write(self, address: int, value: int) -> None:
+        """Set the 32-bit word at ``address``, behind all that was launched before."""
+        shm.words(address, 1, np.int32)[0] = value
+
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
@@ -180,11 +193,13 @@ class CpuExecutor:
         key: Any,
         queue: Callable[[], None],
         stuck: Callable[[float], Exception | None],
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         engine.fork()
         queue()
         try:
             launch()
+            then()
         except BaseException:
             engine.cancel()
             engine.raise_cause()

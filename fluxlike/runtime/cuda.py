@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from . import env, nvshmem
 from .control import ControlGroup
 from .direct import DirectLaunch, NotKnown
 from .heap import Segment
-from .launches import Launch
+from .launches import Lanes, Launch
 
 log = logging.getLogger("fluxlike")
 
@@ -168,6 +168,28 @@ class CudaCopyEngine:
         _check(self._cu.cuMemcpy2DAsync(copy, self._raw), "cuMemcpy2DAsync")
 
 
+class CudaLanes(Lanes):
+    """The tail of a product on one stream leaves multiprocessors idle, which the next one, on the other, begins to use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._other = device, torch.cuda.Stream(device)
+        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        self._forked.record(current)
+        self._other.wait_event(self._forked)
+        try:
+            yield
+        finally:  # also after an error: what the other stream works on may be freed
+            self._joined.record(self._other)
+            current.wait_event(self._joined)
+
+    def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._other) if turn % 2 else _AS_IT_IS
+
+
 class CudaLaunch(Launch):
     """The first time through Triton, then straight through the driver."""
 
@@ -245,6 +267,30 @@ class CudaExecutor:
     def copy_engine(self) -> CudaCopyEngine:
         return CudaCopyEngine(self.device)
 
+    def lanes(self) -> CudaLanes:
+        return CudaLanes(self.device)
+
+    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """out = a · wᵀ (+ bias) by cuBLAS, as torch is set to use it, on the current stream. ``out``: any rows, also in fp32.
+
+        The forms with ``out`` are those that autocast leaves alone.
+        """
+        if out.dtype != a.dtype:
+            torch.mm(a, w.T, out_dtype=out.dtype, out=out)
+        elif bias is None:
+            torch.mm(a, w.T, out=out)
+        else:
+            torch.addmm(bias, a, w.T, out=out)
+
+    def write(self, address: int, value: int) -> None:
+        """Set the 32-bit word at ``address`` behind all that the current stream holds. It takes no multiprocessor.
+
+        A release at system scope: the default of such a write is that those before it are seen first.
+        """
+        with self.current():
+            raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+            _check(self._cu.cuStreamWriteValue32(raw, address, value, 0), "cuStreamWriteValue32")
+
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""
         return torch.zeros(words, dtype=torch.int64, pin_memory=True)
@@ -299,10 +345,12 @@ class CudaExecutor:
         key: Any,
         queue: Callable[[], None],
         stuck: Callable[[float], Exception | None],
+        then: Callable[[], None] = lambda: None,
     ) -> None:
         """Run ``launch`` on the current stream and the copies that ``queue`` queues beside it; both end here.
 
-        The launch comes first: it returns at once, and the kernel starts while the copies are queued.
+        The launch comes first: it returns at once, and the kernel starts while the copies are queued. ``then`` is what follows
+        ``launch`` with the copies still beside it; they must not wait for it.
         ``key`` is that of `CudaCopyEngine.queue`. ``stuck`` is for hosts that do the copies themselves; here the stream waits
         only for a kernel that ends.
         """
@@ -310,7 +358,10 @@ class CudaExecutor:
             engine.fork()
             launch()
             engine.queue(key, queue)
-            engine.join()
+            try:
+                then()
+            finally:  # also after an error: what is copied may be freed
+                engine.join()
             engine.remember(key, queue)
 
     def current(self) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from . import world
 from .heap import SymmetricHeap
-from .launches import Launch
+from .launches import Lanes, Launch
 
 DEVICE = torch.device("meta")
 
@@ -135,9 +135,22 @@ class DryExecutor:
     def on_same_stream(self, last: Any) -> Any:
         return None
 
-    def overlapped(self, engine: Any, launch: Callable[[], None], key: Any, queue: Callable[[], None], stuck: Any) -> None:
+    def lanes(self) -> Lanes:
+        return Lanes()
+
+    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """No launch of a kernel of ours."""
+
+    def write(self, address: int, value: int) -> None:
+        """No memory."""
+
+    def overlapped(
+        self, engine: Any, launch: Callable[[], None], key: Any, queue: Callable[[], None], stuck: Any,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         launch()
         queue()
+        then()
 
 
 class DryWorld:

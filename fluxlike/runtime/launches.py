@@ -1,6 +1,7 @@
 """A launch that is made again and again, with other tensors of the same shapes, strides and alignment."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,22 @@ class Form(NamedTuple):
     shape: list[int]
     strides: list[int]
     block: list[int]
+
+
+class Lanes:
+    """Two streams that take turns: the caller's, and one that begins and ends with it.
+
+    As a machine without streams has them, which does everything at once and in order.
+    """
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """The other stream begins behind what the caller's holds now; what follows on the caller's is behind both."""
+        yield
+
+    def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
+        """Where what is queued goes to the caller's stream, or to the other one if ``turn`` is odd. Inside `forked`."""
+        return contextlib.nullcontext()
 
 
 class Launch:

@@ -388,9 +388,9 @@ class Checker:
             return True
 
     def stream_write(self, address: int, act: Callable[[], None]) -> None:
-        """The copy engine sets a word: a release at system scope, by a store."""
+        """The copy engine, or another stream of the host's, sets a word: a release at system scope, by a store."""
         with self.shadow:
-            thread, site = self.engine, self.shadow.site("a stream write")
+            thread, site = self.current(), self.shadow.site("a stream write")
             for known, granules in self.locate(np.array([address]), 4):
                 self._judge(thread, site, known, granules, ATOMIC)
                 number = int(self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0])
@@ -482,5 +482,16 @@ def used_rows(rows: int) -> None:
 
 def host_write(tensor: torch.Tensor) -> None:
     """The host writes ``tensor`` by means that the checker does not see; call it next to the write."""
+    _host_access(tensor, STORE)
+
+
+def host_read(tensor: torch.Tensor) -> None:
+    """The host reads ``tensor`` by means that the checker does not see; call it next to the read."""
+    _host_access(tensor, READ)
+
+
+def _host_access(tensor: torch.Tensor, kind: int) -> None:
     if _checker is not None:
-        _checker.span(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(), 1, STORE)
+        size, rows = tensor.element_size(), 1 if tensor.is_contiguous() else tensor.shape[0]  # rows of a slot lie apart
+        pitch = 0 if rows == 1 else tensor.stride(0) * size
+        _checker.span(tensor.data_ptr(), pitch, tensor.numel() // rows * size, rows, kind)

@@ -172,6 +172,10 @@ class CheckedCopyEngine(CpuCopyEngine):
         self._checker.join_engine()
 
 
+def _written(checker: Checker, plain: Callable[[int, int], None], address: int, value: int) -> None:
+    checker.stream_write(address, lambda: plain(address, value))
+
+
 def _barrier(original: Callable, ours: ControlGroup, control_of: Callable[[Any], ControlGroup]) -> Callable:
     """torch.distributed.barrier, which orders its ranks, told to the checker where they are ranks of fluxlike."""
 
@@ -198,6 +202,7 @@ def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any],
         (programs, "observer", checker),
         (control, "observer", checker),
         (executor, "copy_engine", functools.partial(CheckedCopyEngine, checker)),
+        (executor, "write", functools.partial(_written, checker, executor.write)),
         (dist, "barrier", _barrier(dist.barrier, ours, control_of)),
     ]
     for owner, name, hook in hooks:

@@ -69,6 +69,7 @@ def cases(capability: int) -> list[Case]:
             if capability >= 90:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
+        found.append(Case(op, "decomposed"))
         found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
         if capability == 90:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
@@ -97,7 +98,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
             collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
             with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
                 ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, return_gathered=collect)
-        return [launch_of(*record) for record in records]
+        return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
 
 def spec_of(launch: Launch, capability: int) -> Spec:
@@ -114,6 +115,14 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
         "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
         "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
+        # credits
+        "decomposed_credits_kernel": (peers, 0, 0, 0),
+        # a shard
+        "ag_gemm_decomposed_arrived_kernel": (1, 0, 0, 0),
+        # all shards; the credits
+        "ag_gemm_decomposed_end_kernel": (1, peers, 1, 0),
+        # partials; the credits
+        "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
     }[launch.name]
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}

@@ -1,0 +1,224 @@
+"""The schedule "decomposed", beyond what all schedules are put through: what is queued where, what is rounded when, who multiplies.
+
+GPUs need not be there: what is queued is recorded in a dry world, and the streams are ones that write down what they are told.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import TORCHRUN, rows_slice, run_ranks
+
+import fluxlike
+from fluxlike.ops import ag_gemm as ag
+from fluxlike.ops import gemm_rs as rs
+from fluxlike.runtime import cuda, dry, world
+
+# what is queued where
+
+
+class Recorder:
+    """An executor's lanes, products, launches and copies, one line each: "lane: what"."""
+
+    def __init__(self, executor):
+        self.lines, self.lane, self.ready = [], "0", 0
+        self.executor, self.launch = executor, executor.launch
+        executor.lanes, executor.multiply, executor.launch = lambda: self, self.multiplied, self.launched
+        executor.copy_engine, executor.write = lambda: self, self.stream_write
+
+    def note(self, text, lane=None):
+        self.lines.append(f"{lane or self.lane}: {text}")
+
+    @contextlib.contextmanager
+    def forked(self):
+        self.note("fork")
+        yield
+        self.note("join")
+
+    @contextlib.contextmanager
+    def of(self, turn):
+        before, self.lane = self.lane, str(turn % 2)
+        yield
+        self.lane = before
+
+    def multiplied(self, a, w, out, bias):
+        self.note(f"multiply {tuple(a.shape)} to {out.dtype} {tuple(out.shape)}")
+
+    def launched(self, kernel, programs, args, constants, warps, stages):
+        given = dict(zip(kernel.arg_names, args, strict=False))
+        name = kernel.fn.__name__.removesuffix("_kernel").rpartition("_")[2]
+        self.note(f"{name} {given['source']}" if "source" in given else name)
+
+    def stream_write(self, address, value):
+        self.note(f"go {(address - self.ready) // 4}: {value}")
+
+    def wait(self, address, value):
+        self.note(f"wait {value}", "copies")
+
+    def write(self, address, value):
+        self.note(f"write {value}", "copies")
+
+    def copy(self, to, pitch_to, source, pitch_source, width, rows):
+        self.note(f"copy {rows} rows", "copies")
+
+
+def test_the_copies_of_ag_gemm_wait_for_nothing_that_is_queued_behind_them():
+    with dry.recording((9, 0), ranks=4, rank=1):
+        told = Recorder(world.current().executor)
+        with contextlib.closing(ag.create_ag_gemm_context(13, 16, 16, schedule="decomposed")) as ctx:
+            told.ready = ctx.ready.data_ptr()
+            ag.ag_gemm(dry.tensor((4, 16), torch.bfloat16), dry.tensor((8, 16), torch.bfloat16), ctx, m=13)
+        assert ctx.last_path == "decomposed/torch" and ctx.stats["products"] == 4 and ctx.stats["copies"] == 3
+    product = "multiply (4, 16) to torch.bfloat16 (4, 8)"
+    assert told.lines == [
+        "0: fork", "1: credits", "1: go 0: 1", f"0: {product}",
+        "copies: wait 1", "copies: write 0", *["copies: copy 4 rows", "copies: write 1"] * 3,
+        "1: arrived 2", f"1: {product}",
+        "0: arrived 3", "0: multiply (1, 16) to torch.bfloat16 (1, 8)",
+        "1: arrived 0", f"1: {product}",
+        "0: join", "0: end",
+    ]  # fmt: skip
+
+
+def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
+    """And the sum, which may hold the whole GPU while it waits, is behind all that the peers wait for."""
+    with dry.recording((9, 0), ranks=4, rank=1):
+        told = Recorder(world.current().executor)
+        with contextlib.closing(rs.create_gemm_rs_context(13, 16, schedule="decomposed")) as ctx:
+            told.ready = ctx.ready.data_ptr()
+            rs.gemm_rs(dry.tensor((13, 24), torch.bfloat16), dry.tensor((16, 24), torch.bfloat16), ctx)
+        assert ctx.last_path == "decomposed/torch" and ctx.stats["products"] == 4 and ctx.stats["copies"] == 3
+    partial = "multiply (4, 24) to torch.bfloat16 (4, 16)"
+    assert told.lines == [
+        "0: fork", "1: credits", f"1: {partial}", "1: go 0: 1",
+        "0: multiply (1, 24) to torch.bfloat16 (1, 16)", "0: go 1: 1",
+        f"1: {partial}", "1: go 2: 1",
+        *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
+        *["copies: wait 1", "copies: write 0", "copies: copy 1 rows", "copies: write 1"],
+        *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
+        "0: multiply (4, 24) to torch.float32 (4, 16)",
+        "0: join", "0: sum",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_gpus_second_lane_begins_and_ends_with_the_first(monkeypatch, fails):
+    said, current = [], "caller's"
+
+    def stream(name):
+        return SimpleNamespace(wait_event=lambda event: said.append(f"{name} waits for {event.at}"), name=name)
+
+    streams = {"caller's": stream("caller's"), "other": stream("other")}
+
+    class Event:
+        def record(self, stream):
+            self.at = f"what {stream.name} holds after {len(said)}"
+
+    @contextlib.contextmanager
+    def switched(to):
+        nonlocal current
+        before, current = current, to.name
+        yield
+        current = before
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams["other"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
+    monkeypatch.setattr(torch.cuda, "stream", switched)
+    lanes = cuda.CudaLanes(torch.device("cuda", 0))
+    with contextlib.suppress(KeyError), lanes.forked():
+        for turn in range(4):
+            with lanes.of(turn):
+                said.append(current)
+        if fails:
+            raise KeyError
+    assert said == [
+        "other waits for what caller's holds after 0", "caller's", "other", "caller's", "other",
+        "caller's waits for what other holds after 5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_gpus_copies_are_joined_behind_what_follows(fails):
+    said = []
+
+    def then():
+        said.append("then")
+        if fails:
+            raise KeyError
+
+    engine = SimpleNamespace(
+        fork=lambda: said.append("fork"), join=lambda: said.append("join"),
+        queue=lambda key, jobs: jobs(), remember=lambda key, jobs: said.append(f"remember {key}"),
+    )  # fmt: skip
+    executor = SimpleNamespace(current=contextlib.nullcontext)
+    with contextlib.suppress(KeyError):
+        how = (engine, lambda: said.append("launch"), "key", lambda: said.append("copies"), lambda seconds: None, then)
+        cuda.CudaExecutor.overlapped(executor, *how)
+    assert said == ["fork", "launch", "copies", "then", "join", *(["remember key"] * (not fails))]
+
+
+# who multiplies, and what is rounded when
+
+
+def random(shape, seed, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("with_bias", (False, True))
+def test_cublas_is_asked_for_what_a_slot_and_a_result_need(with_bias):
+    """As on a GPU, with torch's own product on a CPU: an operand and a result whose rows lie apart, a transposed weight."""
+    a, w = random((6, 48), 1, torch.float32)[:, :40], random((40, 10), 2, torch.float32).T
+    bias = random((10,), 3, torch.float32) if with_bias else None
+    around = torch.full((6, 16), 7.0)
+    cuda.CudaExecutor.multiply(None, a, w, around[:, :10], bias)
+    torch.testing.assert_close(around[:, :10], a @ w.T + (0 if bias is None else bias))
+    assert (around[:, 10:] == 7).all()
+
+
+def test_cublas_is_asked_for_fp32_where_the_result_is(monkeypatch):
+    """Which torch has on GPUs only."""
+    asked = []
+    monkeypatch.setattr(torch, "mm", lambda *args, **how: asked.append((args, how)))
+    a, w, out = random((6, 48), 1, torch.bfloat16), random((10, 48), 2, torch.bfloat16), torch.empty(6, 10)
+    cuda.CudaExecutor.multiply(None, a, w, out, None)
+    (((left, right), how),) = asked
+    assert left is a and torch.equal(right, w.T) and how == {"out_dtype": torch.float32, "out": out}
+    assert "out_dtype" in str(torch.ops.aten.mm.dtype_out._schema)
+
+
+def rounded_once(group, dtype, autocast):
+    """The documented roundings and no others, bit by bit."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    m, n, k = 37, 24, 40
+    xs = [random((m, k), 10 + r, dtype) for r in range(size)]
+    ws = [random((n, k), 20 + r, dtype) for r in range(size)]
+    bias = random((n,), 30, dtype)
+    mine = rows_slice(m, size, rank)
+    product = lambda x, w: torch.mm(x.float(), w.float().T)  # noqa: E731
+    total = product(xs[rank][mine], ws[rank]) + bias.float()
+    for step in range(1, size):
+        source = (rank + step) % size
+        total += product(xs[source][mine], ws[source]).to(dtype).float()
+    with (
+        fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule="decomposed") as rs_ctx,
+        fluxlike.create_ag_gemm_context(m, n, k, dtype, group, "decomposed") as ag_ctx,
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        y = fluxlike.gemm_rs(xs[rank], ws[rank], rs_ctx, bias=bias)
+        z = fluxlike.ag_gemm(xs[0][mine].contiguous(), [ws[rank], ws[0][:7]], ag_ctx, bias=[bias, None], m=m)
+        assert rs_ctx.last_path == ag_ctx.last_path == "decomposed/torch"
+        assert rs_ctx.stats["products"] == size and ag_ctx.stats["products"] == 2 * size
+    assert torch.equal(y, total.to(dtype)), "gemm_rs"
+    for r in range(size):
+        rows = rows_slice(m, size, r)
+        assert torch.equal(z[0][rows], (product(xs[0][rows], ws[rank]) + bias.float()).to(dtype)), f"ag_gemm, shard {r}"
+        assert torch.equal(z[1][rows], product(xs[0][rows], ws[0][:7]).to(dtype)), f"ag_gemm, shard {r}, second weight"
+
+
+@pytest.mark.skipif(TORCHRUN, reason="what cuBLAS does with K is its own affair")
+@pytest.mark.parametrize(("world", "dtype", "autocast"), ((3, "bfloat16", False), (2, "float32", True)))
+def test_what_is_rounded_when(world, dtype, autocast):
+    run_ranks(rounded_once, world, dtype=dtype, autocast=autocast)
