@@ -21,7 +21,10 @@ KERNELS = (
     "ag_gemm_stream_k_kernel",
     "gemm_rs_kernel",
     "ag_gemm_kernel",
+    "all_reduce_one_shot_kernel",
+    "all_reduce_two_shot_kernel",
 )
+OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 
@@ -61,7 +64,8 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
-        case = variants.Case("gemm_rs" if kernel.startswith("gemm_rs") else "ag_gemm", transport)
+        op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
+        case = variants.Case(op, transport)
         for launch in variants.launches(case, CAPABILITY):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)

@@ -35,6 +35,7 @@ from mutate_source import PACKAGE, Edit, Source
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 DECOMPOSED = "decomposed"  # with kernels of its own
+ALGORITHMS = ("one_shot", "two_shot")  # of all_reduce, each a kernel
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -179,7 +180,7 @@ def _is_entry(name: str) -> bool:
 
 
 def transports(kernel: str) -> tuple[str, ...]:
-    alone = next((name for name in (STREAM_K, DECOMPOSED) if name in kernel), None)
+    alone = next((name for name in (STREAM_K, DECOMPOSED, *ALGORITHMS) if name in kernel), None)
     return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 

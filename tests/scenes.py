@@ -8,6 +8,9 @@ late   another rank is late in each call; in ag_gemm one without columns of the 
 slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
        without columns is about to end it before the copies of the slow one are there
 
+For all_reduce, which has no engine, no columns and no context to be made, the same: calls of changing sizes and data, ranks that
+are late or slow.
+
 In all of them the copy engine resets a word only once it is set, if it ever is: a reset in front of the wait clears what was meant
 for the wait.
 
@@ -27,9 +30,10 @@ import triton.runtime.interpreter as stock
 from ranks import rows_slice
 
 import fluxlike.kernels.ag_gemm
+import fluxlike.kernels.all_reduce
 import fluxlike.kernels.gemm_rs
-from fluxlike.kernels import lang, sync
-from fluxlike.runtime import env, interpreter, programs, shm
+from fluxlike.kernels import lang, sync, words
+from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
 M, N, K = 40, 160, 32
@@ -112,6 +116,22 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
             store.set(f"{name} of {rank}", "")
 
 
+def _all_reduce(group: Any, algo: str, kind: str, call: int) -> None:
+    """One call; of several blocks, or of one word."""
+    n = 3000 if call % 3 else 1
+    parts = torch.randint(-9, 10, (group.size(), n), generator=torch.Generator().manual_seed(call)).float()
+    if not torch.equal(fluxlike.all_reduce(parts[group.rank()], algo=algo), parts.sum(0)):
+        raise Wrong(f"all_reduce, {algo}, scene {kind}: call {call + 1} gave wrong numbers")
+
+
+def reductions(group: Any, algo: str, kind: str) -> None:
+    for call in range(CALLS[kind]):
+        _hold("all_reduce", "late" if kind == "late" else "", call, group.rank(), "")
+        programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
+        _all_reduce(group, algo, kind, call)
+    programs.configure(None)
+
+
 def scene(op: str, transport: str, kind: str) -> None:
     """The calls of one scene, in a context of its own; after a failure it stays open, since closing waits for the others."""
     ctx = _context(op, transport)
@@ -182,6 +202,48 @@ def _publish_nothing(signal, value, TMA: tl.constexpr):
     pass
 
 
+@triton.jit
+def _put_nothing(start, words, B: tl.constexpr):
+    pass
+
+
+def lost_words(group: Any, algo: str) -> None:
+    """Rank 1 sends no words. Rank 0 soon gives up and says why; rank 2, which would wait for long, follows it at once.
+
+    Without the checker, which takes what the GPU does with words for races.
+    """
+    global _ends
+    rank, put, interpreted = group.rank(), fluxlike.kernels.all_reduce.put, words.is_interp
+    env.put("FLUXLIKE_RACECHECK", "0")
+    words.is_interp = _no
+    fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
+    limit = env.get("FLUXLIKE_TIMEOUT_S")
+    env.put("FLUXLIKE_TIMEOUT_S", "3" if rank == 0 else "1000")
+    if rank == 1:
+        fluxlike.kernels.all_reduce.put = _put_nothing
+    _ends = time.monotonic() + 20
+    said = ""
+    try:
+        for call in (1, 2):  # of one size, as making a larger context is a meeting
+            _all_reduce(group, algo, "lost", call)
+    except (fluxlike.PeerTimeout, Wrong) as error:
+        said = str(error)
+    try:
+        world.current().contexts[-1].check()
+    except fluxlike.PeerTimeout as error:
+        said = str(error)
+    first = f"all_reduce: rank {rank} " + ("waited 3 s for rank 1" if rank == 0 else "stopped waiting for rank")
+    if rank != 1 and not said.startswith(first):
+        raise Wrong(f"a wait ran out, and rank {rank} said {said!r}")
+    if rank == 0 and "its partial sums of call 1 (expected 1, saw 0)" not in said:
+        raise Wrong(f"rank 0 said {said!r}")
+    _ends = math.inf
+    fluxlike.kernels.all_reduce.put, words.is_interp = put, interpreted
+    fluxlike.finalize()
+    env.put("FLUXLIKE_TIMEOUT_S", limit)
+    env.put("FLUXLIKE_RACECHECK", "1")
+
+
 def lost(group: Any) -> None:
     """Rank 1 gives no signals. Rank 0 soon gives up and says why; the others, who would wait for long, follow it at once.
 
@@ -224,9 +286,16 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     programs._NAP_MAX = 8e-3  # most ranks wait most of the time, and several mutants share the cores
     if compiled:
         as_compiled()
-        lost(group)
+        if any(op != "all_reduce" for op, _ in plan):
+            lost(group)
+        for op, algo in plan:
+            if op == "all_reduce":
+                lost_words(group, algo)
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)
     for kind in ("close",) if compiled else CALLS:
         for op, transport in plan:
-            scene(op, transport, kind)
+            if op == "all_reduce":
+                reductions(group, transport, kind)
+            else:
+                scene(op, transport, kind)

@@ -66,6 +66,15 @@ def test_gpus_with_less_shared_memory(case: Case, capability: int) -> None:
         assert report.shared <= 99 << 10
 
 
+@pytest.mark.parametrize("algo", ["one_shot", "two_shot"])
+def test_words_move_in_vectors(algo: str) -> None:
+    built = compiled.built(Case("all_reduce", algo), 90)
+    peers = built.launch.constants["R"] - 1
+    assert built.ptx.count("st.global.v2.b64") == (peers if algo == "one_shot" else 2 * peers)
+    # both looks of each wait, at two words of each rank, or of one
+    assert built.ptx.count("ld.volatile.global.v2.b64") == 2 * (1 + peers) + (0 if algo == "one_shot" else 2 * peers)
+
+
 def test_the_cases_reach_every_kernel_by_every_way() -> None:
     ways = set()
     for case, capability in compiled.ALL:

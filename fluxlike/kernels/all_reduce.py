@@ -35,7 +35,6 @@ Protocol and proofs
 import triton
 import triton.language as tl
 
-from .lang import cta_barrier
 from .sync import BASES, EPOCH, WAIT_PARTIAL, WAIT_RESULT
 from .words import put, receive, receive_from, with_number
 
@@ -148,8 +147,10 @@ def row_of(ctl, peer, offset, epoch, number, row, R: tl.constexpr):
 
 @triton.jit
 def advance(epochs, ctl, epoch, MOST: tl.constexpr):
-    """The end of a call for this program: it advances its own number, and those of programs that the launch does not have."""
-    cta_barrier()  # no thread may still be reading it
+    """The end of a call for this program: it advances its own number, and those of programs that the launch does not have.
+
+    All its threads have read the number by now: each wait ends with a maximum over all of them.
+    """
     program = tl.program_id(0)
     theirs = program + tl.num_programs(0) * tl.arange(0, MOST)
     tl.store(epochs + theirs, tl.zeros((MOST,), tl.int64) + epoch, mask=theirs < MOST)
@@ -161,7 +162,7 @@ _NUMBERS = ["tensors", "n", "blocks", "capacity", "offset", "rank"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def one_shot_kernel(
+def all_reduce_one_shot_kernel(
     x, y, table, epochs, ctl, tensors, n, blocks, capacity, offset, rank,
     R: tl.constexpr, S: tl.constexpr, OP: tl.constexpr, WIDTH: tl.constexpr,
     B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
@@ -191,12 +192,12 @@ def one_shot_kernel(
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def two_shot_kernel(
+def all_reduce_two_shot_kernel(
     x, y, table, epochs, ctl, tensors, n, blocks, capacity, offset, rank,
     R: tl.constexpr, S: tl.constexpr, OP: tl.constexpr, WIDTH: tl.constexpr,
     B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """One call over ``blocks`` blocks, a multiple of R; the arguments of `one_shot_kernel`."""
+    """One call over ``blocks`` blocks, a multiple of R; the arguments of `all_reduce_one_shot_kernel`."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(epochs + program) + 1

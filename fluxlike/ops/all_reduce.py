@@ -194,7 +194,7 @@ def _plan(ctx: AllReduceContext, pairs: list[Pair], algo: str, op: str, blocks: 
     constants = dict(
         R=ctx.size, S=1 << (ctx.size - 1).bit_length(), OP=OPS[op], WIDTH=width, B=BLOCK, MANY=many, VEC=vector, MOST=MOST
     )
-    kernel = kernels.one_shot_kernel if algo == "one_shot" else kernels.two_shot_kernel
+    kernel = kernels.all_reduce_one_shot_kernel if algo == "one_shot" else kernels.all_reduce_two_shot_kernel
     programs = max(1, min(MOST, ctx.world.executor.programs, total if algo == "one_shot" else total // ctx.size))
     return _Plan(algo, ctx.prepare(kernel, programs, args, constants, Compiled(), (0, 1, 2) if many else (0, 1)), layout)
 

@@ -10,6 +10,7 @@ import torch
 
 from ...ops import ag_gemm as ag_gemm_op
 from ...ops import gemm_rs as gemm_rs_op
+from ...ops.all_reduce import ALGORITHMS, all_reduce
 from ...runtime import dry
 from .compiling import Built, Launch, build, launch_of
 from .rules import Finding, Spec, lint_built
@@ -22,13 +23,14 @@ FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
-#: many bytes that gemm_rs sends its chunks in parts.
+#: many bytes that gemm_rs sends its chunks in parts. all_reduce takes M×K elements, or two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
     "pointer": (64, 512, 513),
     "ragged": (1024, 515, 512),
     "parts": (8192, 8192, 2048),
+    "list": (1024, 512, 512),
 }
 
 
@@ -63,6 +65,10 @@ class Report:
 def cases(capability: int) -> list[Case]:
     """Calls that reach every branch of the kernels that this compute capability can reach, each launch once."""
     found = []
+    for algo in ALGORITHMS:
+        found += [Case("all_reduce", algo), Case("all_reduce", algo, dtype=torch.float32)]
+        if capability == 90:
+            found.append(Case("all_reduce", algo, "list"))
     for op in ("gemm_rs", "ag_gemm"):
         for schedule in ("copy_engine", "in_kernel"):
             found.append(Case(op, schedule))
@@ -94,6 +100,8 @@ def launches(case: Case, capability: int) -> list[Launch]:
         if case.op == "gemm_rs":
             with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
+        elif case.op == "all_reduce":
+            all_reduce([operand(m, k)] * 2 if case.shape == "list" else operand(m, k), algo=case.schedule)
         else:
             collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
             with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
@@ -123,9 +131,14 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "ag_gemm_decomposed_end_kernel": (1, peers, 1, 0),
         # partials; the credits
         "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
+        # everything at once; and the results of each
+        "all_reduce_one_shot_kernel": (1, 0, 0, 0),
+        "all_reduce_two_shot_kernel": (1 + peers, 0, 0, 0),
     }[launch.name]
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
+    if launch.name.startswith("all_reduce"):  # words carry their flag, so a look is a plain one that may not be left out
+        counts |= {"acquire": 0, "volatile load": 5 * waits}
     counts["asm fence.acq_rel.sys"] = waits  # a record of a failure is complete before the host is told of it
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
