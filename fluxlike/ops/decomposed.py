@@ -182,7 +182,7 @@ def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor) -> _S
     (rows, n), rank, ranks = y.shape, ctx.rank, ctx.size
     full, ld = chunk_rows(m, ranks), tiling.round_up(n, 16)
     on_cpu = ctx.world.executor.capability == tiling.CPU
-    tile = tiling.Tiling(64, 128, 0, 1, 1, 1, False) if on_cpu else tiling.Tiling(16, 256, 0, 1, 16, 1, False)
+    tile = tiling.Tiling(64, 128, 0, 1, 1, 1, False) if on_cpu else tiling.Tiling(16, 128, 0, 1, 8, 1, False)
     args = (
         ctx.own, ctx.data, y if bias is None else bias, y, ctx.full, ctx.ctl,
         n, ld, ctx.set_elements, full, rows, int(bias is not None), rank,
