@@ -18,9 +18,9 @@ def bits(mask: int) -> Iterator[int]:
 class Graph:
     """The links of the fastest kinds that connect all GPUs; ValueError if no kinds do.
 
-    ``adjacent``: for each GPU the set of those that it has a link to, as bits. ``unit``: GB/s of an ordinary link, the slowest that
-    does not go through the host. ``cost[i][j]`` and ``port_cost[i]``: the load that one use brings, 1 for an ordinary link.
-    ``weight[i][j]``: the seed's code, 2 for an ordinary link, 3 for twice as much. Paths through the host share it, so each counts
+    ``adjacent``: for each GPU the set of those that it has a link to, as bits. ``cost[i][j]`` and
+    ``port_cost[i]``: the load that one use brings, 1 for a link of ``unit`` GB/s. ``weight[i][j]``: the seed's code, 2 for such a
+    link, 3 for twice as much. Paths through the host share it, so each counts
     as the n-th part, in bandwidth and in weight.
     """
 
@@ -38,9 +38,7 @@ class Graph:
         if self.reach(1, n) != self.full:
             raise ValueError(_parted(matrix, self))
         rate = [[matrix.bandwidth[i][j] if self.adjacent[i] >> j & 1 else 0.0 for j in range(n)] for i in range(n)]
-        fast = [rate[i][j] for i in range(n) for j in bits(self.adjacent[i]) if matrix.kind[i][j] != "host"]
-        slow = [rate[i][j] for i in range(n) for j in bits(self.adjacent[i])]
-        self.unit = min(fast or slow, default=1.0)
+        self.unit = matrix.unit
         self.cost = [[0.0] * n for _ in range(n)]
         self.weight = [[0.0] * n for _ in range(n)]
         for i in range(n):
@@ -120,7 +118,7 @@ class Graph:
         return self._memo[key]
 
     def _try(self, informed: int, levels: int) -> bool:
-        # Telling more never hurts, and all largest sets that can be told in one level have one size: the first is as good a guess as any.
+        # Telling more never hurts, and all sets that can be told in one level and not enlarged have one size.
         first = self._most(informed)
         size = first.bit_count()
         if levels == 1 or (informed.bit_count() + size) << (levels - 1) < self.n:
@@ -192,27 +190,47 @@ def _parted(matrix: LinkMatrix, graph: Graph) -> str:
 
 def least_load(graph: Graph, roots: Sequence[int]) -> float:
     """A load that no trees at these roots go below: each has n - 1 edges and crosses every cut, and each link is used a whole
-    number of times, at most once a tree.
-
-    Cuts are all of them up to 10 GPUs, and those around one GPU beyond.
-    """
+    number of times, at most once a tree."""
     n, k = graph.n, len(roots)
     if n == 1:
         return 0.0
-    links = [(1 << i | 1 << j, graph.cost[i][j]) for i, j in graph.links]
-    cuts = range(1, 1 << (n - 1)) if n <= 10 else [1 << i for i in range(n)]
+
+    def uses(load: float, cost: float) -> int:
+        return min(k * n, math.floor(load / cost + 1e-9)) if cost else k * n
 
     def enough(load: float) -> bool:
-        uses = [(pair, min(k, math.floor(load / cost + 1e-9))) for pair, cost in links]
-        ports = [math.floor(load / cost + 1e-9) if cost else 2 * k * n for cost in graph.port_cost]
-        if sum(use for _, use in uses) < k * (n - 1) or sum(ports) < 2 * k * (n - 1) or min(ports) < k:
+        link = [[min(k, uses(load, cost)) if cost else 0 for cost in row] for row in graph.cost]
+        ports = [uses(load, cost) for cost in graph.port_cost]
+        if sum(map(sum, link)) < 2 * k * (n - 1) or sum(ports) < 2 * k * (n - 1) or min(ports) < k:
             return False
-        return all(sum(use for pair, use in uses if (pair & cut) and (pair & ~cut)) >= k for cut in cuts)
+        return _smallest_cut(link) >= k
 
-    steps = {use * cost for cost in {cost for _, cost in links} for use in range(1, k + 1)}
-    steps = sorted(steps | {use * cost for cost in set(graph.port_cost) for use in range(k, k * (n - 1) + 1)})
-    low, high = 0, len(steps) - 1
+    steps = {use * cost for row in graph.cost for cost in row if cost for use in range(1, k + 1)}
+    steps |= {use * cost for cost in graph.port_cost for use in range(k, k * (n - 1) + 1)}
+    loads = sorted(steps)
+    low, high = 0, len(loads) - 1
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(steps[middle]) else (middle + 1, high)
-    return steps[low]
+        low, high = (low, middle) if enough(loads[middle]) else (middle + 1, high)
+    return loads[low]
+
+
+def _smallest_cut(capacity: list[list[int]]) -> int:
+    """Of all ways to part the vertices in two, the least capacity between the parts: Stoer and Wagner's method."""
+    merged = [row[:] for row in capacity]
+    left = list(range(len(merged)))
+    least = sum(map(sum, merged))
+    while len(left) > 1:
+        towards = {v: merged[left[0]][v] for v in left[1:]}
+        last, before = left[0], left[0]
+        while towards:
+            before, last = last, max(towards, key=lambda v: towards[v])
+            cut = towards.pop(last)
+            for v in towards:
+                towards[v] += merged[last][v]
+        least = min(least, cut)
+        for v in left:
+            merged[before][v] += merged[last][v]
+            merged[v][before] = merged[before][v]
+        left.remove(last)
+    return least

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ class LinkMatrix:
     """GB/s in one direction between every two of n GPUs, all symmetric.
 
     ``bandwidth``: [n][n], 0 where there is no link and on the diagonal. ``kind``: [n][n] of `KINDS`, "" where there is no link; by
-    default "nvlink". ``port``: [n], what a GPU can send to all others at once; by default the sum of its NVLinks, the fastest of its
-    paths over a switch, and the fastest over PCIe or the host. ``notes``: what a reader must know of where this comes from.
+    default "nvlink". ``port``: [n], what a GPU can send to all others at once; by default the sum of its NVLinks, the fastest of
+    its paths over a switch, and the fastest over PCIe or the host. ``unit``: GB/s that count as one link; by default those of the
+    slowest NVLink, else PCIe, else path through the host. ``notes``: what a reader must know of where this comes from.
 
     Raises ValueError for what is no such matrix.
     """
@@ -37,15 +38,20 @@ class LinkMatrix:
     bandwidth: tuple[tuple[float, ...], ...]
     kind: tuple[tuple[str, ...], ...] = ()
     port: tuple[float, ...] = ()
+    unit: float = 0.0
     name: str = ""
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "bandwidth", _square(self.bandwidth, "bandwidth"))
-        put(self, "kind", _kinds(self.kind, self.bandwidth))
-        put(self, "port", _ports(self.port, self.bandwidth, self.kind))
-        put(self, "notes", tuple(map(str, self.notes)))
+        try:
+            put(self, "kind", _kinds(self.kind, self.bandwidth))
+            put(self, "port", _ports(self.port, self.bandwidth, self.kind))
+            put(self, "unit", _unit(self.unit, self.bandwidth, self.kind))
+            put(self, "notes", tuple(map(str, self.notes)))
+        except TypeError as error:
+            raise ValueError(f"kind has rows of names, port is a list of numbers, and unit is one: {error}") from error
         put(self, "name", str(self.name))
 
     def __len__(self) -> int:
@@ -66,18 +72,22 @@ class LinkMatrix:
             raise ValueError(f"codes has the entry {strange[0]:g}, which is none of 0, 1, 2, 3; give GB/s as LinkMatrix(bandwidth)")
         bandwidth = tuple(tuple((0.0, PCIE, NVLINK, 2 * NVLINK)[int(code)] for code in row) for row in square)
         kind = tuple(tuple(("", "host", "nvlink", "nvlink")[int(code)] for code in row) for row in square)
-        return cls(bandwidth, kind, name=name)
+        linked = any(code > 1 for row in square for code in row)
+        return cls(bandwidth, kind, unit=NVLINK if linked else PCIE, name=name)
 
     @classmethod
     def preset(cls, name: str) -> "LinkMatrix":
-        """A matrix by name, such as "p3.16xlarge" or "nvswitch-8"; `presets.NAMES` has those that are listed. ValueError for others."""
+        """A matrix by name, such as "p3.16xlarge" or "nvswitch-8"; `presets.NAMES` lists them. ValueError for others."""
         from . import presets
 
         return presets.make(name)
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LinkMatrix":
-        """What `save` wrote, or a JSON object with "codes" in place of "bandwidth". ValueError if it is neither, OSError if unreadable."""
+        """What `save` wrote, or a JSON object with "codes" in place of "bandwidth".
+
+        ValueError if it is neither, OSError if it cannot be read.
+        """
         where = Path(path)
         with open(where, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -94,18 +104,17 @@ class LinkMatrix:
     def _from_json(cls, data: Any, name: str) -> "LinkMatrix":
         if not isinstance(data, dict) or ("codes" in data) == ("bandwidth" in data):
             raise ValueError('it must be a JSON object with either "bandwidth" or "codes"')
-        strange = sorted(set(data) - {"name", "codes", "bandwidth", "kind", "port", "notes"})
-        if strange or ("codes" in data and {"kind", "port"} & set(data)):
-            raise ValueError(f"{strange or ['kind', 'port']} do not belong here")
-        for key in set(data) - {"name"}:
+        strange = sorted(set(data) - {"name", "codes", "bandwidth", "kind", "port", "unit", "notes"})
+        if strange or ("codes" in data and {"kind", "port", "unit"} & set(data)):
+            raise ValueError(f"{strange or ['kind', 'port', 'unit']} do not belong here")
+        for key in set(data) - {"name", "unit"}:
             if not isinstance(data[key], list):
                 raise ValueError(f"{key} is {data[key]!r}, not a list")
         name = str(data.get("name", name))
         if "codes" in data:
-            made = cls.from_array(data["codes"], name)
-            return cls(made.bandwidth, made.kind, made.port, name, tuple(data.get("notes", ())))
+            return replace(cls.from_array(data["codes"], name), notes=tuple(data.get("notes", ())))
         rest = {key: tuple(data[key]) for key in ("kind", "port", "notes") if key in data}
-        return cls(data["bandwidth"], name=name, **rest)
+        return cls(data["bandwidth"], unit=data.get("unit", 0.0), name=name, **rest)
 
     @classmethod
     def detect(cls) -> "LinkMatrix":
@@ -120,6 +129,7 @@ class LinkMatrix:
             "bandwidth": [list(row) for row in self.bandwidth],
             "kind": [list(row) for row in self.kind],
             "port": list(self.port),
+            "unit": self.unit,
             "notes": list(self.notes),
         }
 
@@ -136,7 +146,7 @@ class LinkMatrix:
             raise ValueError(f"order {list(order)} does not name each of the {len(self)} GPUs once")
         bandwidth = tuple(tuple(self.bandwidth[i][j] for j in order) for i in order)
         kind = tuple(tuple(self.kind[i][j] for j in order) for i in order)
-        return LinkMatrix(bandwidth, kind, tuple(self.port[i] for i in order), self.name, self.notes)
+        return replace(self, bandwidth=bandwidth, kind=kind, port=tuple(self.port[i] for i in order))
 
 
 def current(size: int | None = None) -> LinkMatrix:
@@ -149,7 +159,7 @@ def current(size: int | None = None) -> LinkMatrix:
     matrix = load(named) if named else LinkMatrix.detect()
     if size is not None and len(matrix) != size:
         what = f"FLUXLIKE_TOPOLOGY={named!r}" if named else "this machine"
-        raise ValueError(f"{what} has {len(matrix)} GPUs and {size} ranks are to be linked; name a topology of {size} by FLUXLIKE_TOPOLOGY")
+        raise ValueError(f"{what} has {len(matrix)} GPUs for {size} ranks; name a topology of {size} GPUs by FLUXLIKE_TOPOLOGY")
     return matrix
 
 
@@ -223,3 +233,13 @@ def _ports(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tup
         of = {name: [r for r, k in zip(rates, kinds, strict=True) if k == name] for name in KINDS}
         ports.append(sum(of["nvlink"]) + max(of["nvswitch"], default=0.0) + max(of["pcie"] + of["host"], default=0.0))
     return tuple(ports)
+
+
+def _unit(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tuple[str, ...], ...]) -> float:
+    unit = _number(given)
+    if not (math.isfinite(unit) and unit >= 0):
+        raise ValueError(f"unit is {given}; it must be the GB/s of a link")
+    pairs = [pair for kinds, rates in zip(kind, bandwidth, strict=True) for pair in zip(kinds, rates, strict=True)]
+    wires = [rate for what, rate in pairs if what.startswith("nv")]
+    peers, host = ([rate for what, rate in pairs if what == name] for name in ("pcie", "host"))
+    return unit or min(wires or peers or host, default=1.0)

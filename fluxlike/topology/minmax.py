@@ -14,8 +14,10 @@ from .graph import Graph, bits, least_load
 
 #: Of the weight, in a price: enough to choose between edges of the same load.
 TASTE = 1e-3
-#: Steps of `Cheapest`, one to five microseconds each, that a plan may take: up to 8 GPUs, and beyond. The first trees are made anyway.
+#: Steps of `Cheapest`, each about a microsecond, that a plan may take: up to 8 GPUs, and beyond. A first round is made anyway.
 EFFORT_8, EFFORT_16 = 150_000, 1_000_000
+#: Rounds without a better plan after which none is expected; p3.16xlarge took up to 50.
+PATIENCE = 100
 BEAM_8, BEAM_16 = 128, 6
 EVEN = 1e-9
 
@@ -83,7 +85,11 @@ class Search:
     def run(self) -> list[list[Edge]]:
         if self.graph.n == 1:
             return self.plans
-        while self.best[0] > self.least * (1 + EVEN) and (not self.best[2] or self.cheapest.work < self.effort):
+        waited, before = 0, INFINITE
+        while self.best[0] > self.least * (1 + EVEN):
+            waited, before = (waited + 1 if self.best[0] == before else 0), self.best[0]
+            if self.best[2] and (waited >= PATIENCE or self.cheapest.work >= self.effort):
+                break
             for i in self.rng.sample(range(len(self.roots)), len(self.roots)):
                 self.put(i)
             self.loads.blame(self.least)
@@ -118,8 +124,8 @@ class Search:
         for edges in self.plans:
             self.loads.add(edges)
         allowed = self.best[0] * (1 + EVEN)
-        gained = True
-        while gained:
+        gained, enough = True, self.cheapest.work + self.effort
+        while gained and self.cheapest.work < enough:
             gained = False
             for i in range(len(self.roots)):
                 old = self.plans[i]

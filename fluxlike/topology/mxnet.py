@@ -1,10 +1,12 @@
 """The planner of the seed, MXNet's: a balanced binary tree of large weight for each root, one after the other.
 
-Clusters are halved by Kernighan and Lin's heuristic; each half that the root is not in gets its own root, the best linked to
-the old one; a link that a tree uses counts less for the next. Where that finds no link, the heaviest tree of least depth is
-searched, where the original knew only complete binary trees and gave up if there was none. Three more things differ. A cluster
-that is finished keeps its root while others are still halved, so that odd numbers of GPUs work. Trees are a level deep where
-the original's are, but their edges form a tree: nothing is sent to itself. And the random numbers are Python's.
+Clusters are halved by Kernighan and Lin's heuristic. The root links to the GPU of the other half to which it has the best link,
+and each half goes on with its own root. A link that a tree uses counts less for the next. Where a half has no link to the other's
+root, and with ``backtrack`` always, the heaviest tree of least depth is searched, exactly up to 8 GPUs.
+
+What differs from the original: that search knows all trees, where the original's knew complete binary ones, and ended the process
+if there was none; a cluster of one or two keeps its root while others are still halved, so odd numbers of GPUs need no
+search; the random numbers are Python's.
 """
 
 import random
@@ -91,5 +93,3 @@ def _exchanges(weight: Weights, side: dict[int, int]) -> tuple[float, list[tuple
         if total > best[0]:
             best = (total, made[:])
     return best
-
-

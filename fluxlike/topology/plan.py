@@ -25,7 +25,9 @@ def plan_trees(
     *,
     roots: Sequence[int] | None = None,
 ) -> list[Tree]:
-    """k trees, each to carry a k-th part of the data; tree i is rooted at GPU i mod n, or at ``roots[i]``. By default one for each GPU.
+    """k trees, each to carry a k-th part of the data; by default one for each GPU.
+
+    Tree i is rooted at GPU i mod n, or at ``roots[i]``.
 
     Every tree spans all GPUs, uses existing links only, of the fastest kinds that connect all GPUs, and has as few levels as a tree
     with its root can have: ⌈log2 n⌉ where the links allow that.

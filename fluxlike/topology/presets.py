@@ -100,5 +100,6 @@ def make(name: str) -> LinkMatrix:
         return _MAKERS[name](name)
     numbered = re.fullmatch(r"(nvswitch|ring)-([1-9]\d{0,2})", name)
     if numbered is None or (numbered[1] == "ring" and int(numbered[2]) < 3):
-        raise ValueError(f"no topology is called {name!r}; there are {', '.join(NAMES)}, nvswitch-N, ring-N, and files that end in .json")
+        known = ", ".join((*NAMES, "nvswitch-N", "ring-N"))
+        raise ValueError(f"no topology is called {name!r}; there are {known}, and files whose names end in .json")
     return _NUMBERED[numbered[1]](int(numbered[2]), name)

@@ -49,9 +49,9 @@ class Tree:
 class Cost:
     """What trees cost that carry a slice of the same size each.
 
-    ``load``: uses of the link or port that is used most, over its capacity, where an ordinary link has capacity 1; a use is one slice
-    in either direction. ``bottlenecks``: where that is. ``least``: no trees at these roots have a lower load than this, so a
-    plan with ``load == least`` is optimal; it need not be reachable. ``gb_s``: bytes of the array in a second of a pipelined
+    ``load``: uses of the link or port that is used most, over its capacity, where a link of the matrix' unit has capacity 1; a use
+    is one slice in each direction. ``bottlenecks``: where that is. ``least``: no trees at these roots have a lower load than this,
+    so a plan with ``load == least`` is optimal; it need not be reachable. ``gb_s``: GB of the array in a second of a pipelined
     all-reduce, on paper. ``ports``: edges at each GPU.
     """
 
@@ -76,7 +76,7 @@ def measure(matrix: LinkMatrix, trees: Sequence[Tree]) -> Cost:
     for tree in trees:
         for parent, child in tree.edges:
             if not (parent < graph.n and graph.adjacent[parent] >> child & 1):
-                raise ValueError(f"the tree rooted at {tree.root} has the edge {parent}-{child}, for which the matrix has no usable link")
+                raise ValueError(f"the tree at {tree.root} has the edge {parent}-{child}, where the matrix has no usable link")
             links[min(parent, child), max(parent, child)] += 1
             ports.update((parent, child))
     loads = {f"link {i}-{j}": uses * graph.cost[i][j] for (i, j), uses in links.items()}
