@@ -259,17 +259,20 @@ def test_the_tool_prints_plan_and_matrix(capsys, tmp_path, monkeypatch):
 
 def test_the_tool_makes_the_table(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(presets, "NAMES", ("p3.8xlarge", "nvswitch-4"))
-    assert topo.main(["--all", "--json", str(tmp_path / "all.json")]) == 0
+    assert topo.main(["--all", "--random", "1", "--json", str(tmp_path / "all.json")]) == 0
     said = capsys.readouterr().out
     assert "| p3.8xlarge | minmax | 2 | 1.5 | 1.5 |" in said and "| nvswitch-4 | mxnet, backtrack | 2 |" in said
-    assert len(json.loads((tmp_path / "all.json").read_text())["rows"]) == 6
+    data = json.loads((tmp_path / "all.json").read_text())
+    assert len(data["rows"]) == 6 and [row["gpus"] for row in data["random"]] == [8, 16] and data["environment"]["machine"]
+    assert (
+        all(row["plan_s_max"] > 0 and row["load_over_bound_max"] >= 1 for row in data["random"]) and "gpus 16, machines 1" in said
+    )
 
 
-@pytest.mark.parametrize("name", ("p3.8xlarge", "ring-3"))
-def test_the_picture(name, tmp_path, capsys):
+def test_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.png"
-    assert topo.main([name, "--png", str(path)]) == 0
+    assert topo.main(["p3.8xlarge", "--png", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().out
 
 
@@ -281,7 +284,9 @@ def test_without_matplotlib_it_says_so(tmp_path, monkeypatch):
     assert "pip install matplotlib" in (why or "") and not (tmp_path / "y.png").exists()
 
 
-@pytest.mark.parametrize("arguments", (["--all", "--k", "1"], ["p3.8xlarge", "--probe"], ["--roots", "a"], ["--objective", "best"]))
+@pytest.mark.parametrize(
+    "arguments", (["--all", "--k", "1"], ["--random", "2"], ["p3.8xlarge", "--probe"], ["--roots", "a"], ["--objective", "best"])
+)
 def test_arguments_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         topo.main(arguments)

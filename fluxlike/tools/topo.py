@@ -1,8 +1,12 @@
 """`python -m fluxlike topo`: how the GPUs of a machine are linked, and the trees planned for it. See docs/topology.md."""
 
 import argparse
+import contextlib
 import importlib
 import json
+import platform
+import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +27,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
     what.add_argument("--all", action="store_true", help="every preset, by each objective, as a table")
+    parser.add_argument("--random", metavar="N", type=int, default=0, help="with --all: and N random machines of 8 GPUs, and of 16")
     parser.add_argument("--k", type=int, help="number of trees (one for each GPU)")
     parser.add_argument("--roots", help="their roots, as 0,3 (0 to k - 1)")
     parser.add_argument("--objective", choices=OBJECTIVES, default="minmax")
@@ -35,7 +40,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", metavar="FILE", help="draw both; needs matplotlib")
     asked = parser.parse_args(argv)
     if asked.all and (asked.probe or asked.save or asked.png or asked.k or asked.roots):
-        parser.error("--all plans the presets as they are; of the other options it takes --seed and --json")
+        parser.error("--all plans the presets as they are; of the other options it takes --random, --seed and --json")
+    if asked.random < 0 or (asked.random and not asked.all):
+        parser.error(f"--random {asked.random} needs --all and a number of machines")
     if asked.probe and asked.topology:
         parser.error(f"--probe measures this machine's GPUs, not {asked.topology!r}; leave out one of them")
     try:
@@ -69,8 +76,30 @@ def as_json(trees: Sequence[Tree], cost: Cost, seconds: float) -> dict[str, Any]
     }  # fmt: skip
 
 
-def everything(seed: int, arguments: Sequence[str], out: str | None) -> None:
-    """A table of all presets by all methods; the same as JSON with the trees."""
+def random_machine(n: int, rng: random.Random) -> LinkMatrix:
+    """Connected, of single and double NVLinks: a random tree, and each other link with a chance that is drawn first."""
+    chance = rng.random()
+    codes = [[0] * n for _ in range(n)]
+    for i in range(1, n):
+        for j in {rng.randrange(i), *(j for j in range(i) if rng.random() < chance)}:
+            codes[i][j] = codes[j][i] = rng.choice((2, 3))
+    return LinkMatrix.from_array(codes)
+
+
+def on_random(n: int, count: int, seed: int) -> dict[str, Any]:
+    """How long minmax takes on random machines, and how far it is from the bound, which need not be reachable."""
+    rng = random.Random(f"{seed} {n}")
+    found = [planned(random_machine(n, rng), seed=seed) for _ in range(count)]
+    ratios = [cost.load / cost.least for _, cost, _ in found]
+    return {
+        "gpus": n, "machines": count, "at_the_bound": sum(cost.optimal for _, cost, _ in found),
+        "load_over_bound_mean": round(statistics.fmean(ratios), 3), "load_over_bound_max": round(max(ratios), 3),
+        "plan_s_max": round(max(seconds for *_, seconds in found), 3),
+    }  # fmt: skip
+
+
+def everything(seed: int, count: int, arguments: Sequence[str], out: str | None) -> None:
+    """A table of all presets by all methods, and figures of random machines; the same as JSON with the presets' trees."""
     methods: dict[str, dict[str, Any]] = {
         "minmax": {}, "mxnet": {"objective": "mxnet"}, "mxnet, backtrack": {"objective": "mxnet", "backtrack": True},
     }  # fmt: skip
@@ -80,8 +109,11 @@ def everything(seed: int, arguments: Sequence[str], out: str | None) -> None:
             found = planned(LinkMatrix.preset(name), seed=seed, **options)
             rows.append({"preset": name, "method": method} | as_json(*found))
     print("\n".join(topo_report.table(rows)))
+    randoms = [on_random(n, count, seed) for n in (8, 16) if count]
+    for row in randoms:
+        print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in row.items()))
     if out:
-        write(out, {"environment": stamp(arguments), "rows": rows})
+        write(out, {"environment": stamp(arguments), "rows": rows, "random": randoms})
 
 
 def stamp(arguments: Sequence[str]) -> dict[str, Any]:
@@ -89,7 +121,16 @@ def stamp(arguments: Sequence[str]) -> dict[str, Any]:
     from .bench_report import environment
 
     said = environment(arguments, "topo")
-    return {key: value for key, value in said.items() if value and (said["gpu"] or not key.startswith("clocks"))}
+    return {"machine": processor()} | {k: v for k, v in said.items() if v and (said["gpu"] or not k.startswith("clocks"))}
+
+
+def processor() -> str:
+    """The model of the processor that planned, which the plan times depend on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def write(path: str, data: dict[str, Any]) -> None:
@@ -128,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
     try:
         if asked.all:
-            everything(asked.seed, arguments, asked.json)
+            everything(asked.seed, asked.random, arguments, asked.json)
         else:
             one(asked, arguments)
     except (OSError, RuntimeError, ValueError) as error:

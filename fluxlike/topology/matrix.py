@@ -20,8 +20,6 @@ PCIE = 10.0
 MAX_GPUS = 1024
 MAX_BYTES = 1 << 22
 
-Row = Sequence[float]
-
 
 @dataclass(frozen=True)
 class LinkMatrix:
