@@ -157,15 +157,24 @@ def test_shapes_that_have_few_trees(shape, little_effort):
         assert max(tree.depth for tree in trees) == DEPTHS[shape]
 
 
-def test_a_regular_machine_has_one_numbering():
+def regular_graphs():
+    """Where refinement alone tells nothing: with many symmetries, with few, with none."""
     for matrix in (SHAPES["pairs"], SHAPES["two cliques"], LinkMatrix.preset("ring-16")):
-        labels = [list(row) for row in matrix.bandwidth]
-        n = len(matrix)
-        first = canonical([0] * n, labels)
-        for seed in range(3):
-            order = random.Random(seed).sample(range(n), n)
-            other = canonical([0] * n, [[labels[i][j] for j in order] for i in order])
-            assert matrix.relabelled(first) == matrix.relabelled([order[i] for i in other])
+        yield [list(row) for row in matrix.bandwidth]
+    mixed = networkx.disjoint_union_all([networkx.complete_graph(4), networkx.complete_graph(4), networkx.cubical_graph()])
+    for graph in (mixed, networkx.frucht_graph(), *(networkx.random_regular_graph(3, 14, seed) for seed in range(4))):
+        yield [[int(graph.has_edge(i, j)) for j in graph] for i in graph]
+
+
+@pytest.mark.parametrize("labels", list(regular_graphs()))
+def test_a_regular_machine_has_one_numbering(labels):
+    n = len(labels)
+    first = canonical([0] * n, labels)
+    for seed in range(6):
+        order = random.Random(seed).sample(range(n), n)
+        mine = [[labels[i][j] for j in order] for i in order]
+        again = canonical([0] * n, mine)
+        assert [[labels[i][j] for j in first] for i in first] == [[mine[i][j] for j in again] for i in again]
 
 
 def test_links_that_do_not_connect():
@@ -217,8 +226,7 @@ def test_p3_16xlarge_is_planned_at_the_optimum(seed):
     matrix = LinkMatrix.preset("p3.16xlarge")
     cost = measure(matrix, plan_trees(matrix, seed=seed))
     assert (cost.depth, cost.load, cost.least, cost.gb_s) == (3, 2.5, 2.5, 80.0)
-    assert cost.weight >= 150  # no plan with this load can have more than 152: links used up to it weigh 8 × 2 × 2 + 8 × 5 × 3
-    assert cost.weight <= 152
+    assert cost.weight == 152  # of any optimal plan, as it fills every link: 8 singles twice, 8 doubles five times
 
 
 @pytest.mark.parametrize("method", METHODS[::2], ids=str)
@@ -248,18 +256,23 @@ def test_a_switch_gives_every_gpu_the_same_edges(n):
 
 @pytest.mark.parametrize("name", presets.NAMES)
 def test_every_preset_is_planned_as_well_as_can_be(name):
-    """Presets are small enough for proof."""
+    """Presets are small enough for proof; and their weights are those of the record, or better."""
     matrix = LinkMatrix.preset(name)
     trees = plan_trees(matrix)
     for tree in trees:
         check(matrix, tree)
-    assert measure(matrix, trees).optimal
+    cost = measure(matrix, trees)
+    (row,) = (row for row in recorded() if (row["preset"], row["method"]) == (name, "minmax"))
+    assert cost.optimal and cost.weight >= row["weight"] - 1e-3
+
+
+def recorded():
+    return json.loads((ROOT / "docs/measured/2026-11-21-topology.json").read_text())["rows"]
 
 
 def test_the_recorded_figures_are_those_of_the_recorded_trees():
-    data = json.loads((ROOT / "docs/measured/2026-11-21-topology.json").read_text())
-    assert {row["preset"] for row in data["rows"]} == set(presets.NAMES)
-    for row in data["rows"]:
+    assert {row["preset"] for row in recorded()} == set(presets.NAMES)
+    for row in recorded():
         matrix = LinkMatrix.preset(row["preset"])
         weight = Graph(matrix).weight
         trees = []
@@ -289,6 +302,10 @@ def test_no_load_is_below_the_bound(matrix, k):
             assert fits
         elif max(graph.port_cost) * k * (n - 1) < bound:  # no port can bind
             assert not fits
+
+
+def test_a_bridge_bounds_the_load():
+    assert least_load(Graph(SHAPES["two cliques"]), range(12)) == 12
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
