@@ -351,7 +351,8 @@ def test_codes():
 @pytest.mark.parametrize(
     ("codes", "why"),
     (
-        ([[0, 4], [4, 0]], "entry 4"), ([[0, 0.5], [0.5, 0]], "entry 0.5"), ([[0, 2], [1, 0]], "both ways"), ([[1]], "itself"), ([[0, 2], [3, 0]], "links go"),
+        ([[0, 4], [4, 0]], "entry 4"), ([[0, 0.5], [0.5, 0]], "entry 0.5"), ([[0, 2], [1, 0]], "both ways"),
+        ([[1]], "itself"), ([[0, 2], [3, 0]], "links go"),
         ([[0, 2]], "square"), ([], "0 rows"), ([[0, "2"], ["2", 0]], "no number"), ("02", "no number"), (None, "list of rows"),
         ([[0, -2], [-2, 0]], "0 or more"), ([[0, math.nan], [math.nan, 0]], "nan"),
     ),

@@ -19,9 +19,8 @@ REMEDY = "name a topology by FLUXLIKE_TOPOLOGY"
 
 
 class Wire(NamedTuple):
-    """A link of a GPU, as NVML sees it. ``peer``: the GPU at its other end, None if it is a switch or a GPU that is not visible."""
+    """A link of a GPU that is up. ``peer``: the GPU at its other end, None for a switch and for what is not visible."""
 
-    up: bool
     switch: bool
     peer: int | None
     version: int
@@ -92,9 +91,8 @@ def _wires(nvml: Any, handle: Any, where: dict[str, int]) -> list[Wire]:
         try:
             up = nvml.device_get_nvlink_state(handle, link) == nvml.EnableState.ENABLED
         except nvml.NvmlError:
-            continue  # the GPU has no link of this number
+            up = False  # the GPU has no link of this number
         if not up:
-            wires.append(Wire(False, False, None, 0))
             continue
         try:
             remote = nvml.device_get_nvlink_remote_device_type(handle, link)
@@ -104,7 +102,7 @@ def _wires(nvml: Any, handle: Any, where: dict[str, int]) -> list[Wire]:
             peer = where.get(_bus(nvml.device_get_nvlink_remote_pci_info_v2(handle, link))) if known else None
         except nvml.NvmlError:
             switch, peer, version = False, None, 0  # up, and nobody says where it leads: it leads nowhere
-        wires.append(Wire(True, switch, peer, version))
+        wires.append(Wire(switch, peer, version))
     return wires
 
 
@@ -155,11 +153,11 @@ def merge(found: Found) -> LinkMatrix:
 
 
 def _counted(wires: list[list[Wire]] | None) -> list[list[int]] | None:
-    """NVLinks for each pair: those that lead to the other, and the lesser of both's links to switches. Only those that are up."""
+    """NVLinks for each pair: those that lead to the other, and the lesser of both's links to switches."""
     if wires is None:
         return None
-    direct = [[sum(wire.up and wire.peer == j for wire in mine) for j in range(len(wires))] for mine in wires]
-    switch = [sum(wire.up and wire.switch for wire in mine) for mine in wires]
+    direct = [[sum(wire.peer == j for wire in mine) for j in range(len(wires))] for mine in wires]
+    switch = [sum(wire.switch for wire in mine) for mine in wires]
     return [[direct[i][j] + min(switch[i], switch[j]) for j in range(len(wires))] for i in range(len(wires))]
 
 
@@ -169,7 +167,7 @@ def _pairs(count: list[list[int]], n: int) -> list[list[int]]:
 
 def _rates(wires: list[list[Wire]] | None, n: int) -> tuple[list[float], list[int]]:
     """GB/s of each GPU's slowest link, and the versions that are not known."""
-    versions = [{wire.version for wire in mine if wire.up and (wire.switch or wire.peer is not None)} for mine in wires or [[]] * n]
+    versions = [{wire.version for wire in mine if wire.switch or wire.peer is not None} for mine in wires or [[]] * n]
     unknown = sorted(set().union(*versions) - set(RATES))
     return [min((RATES.get(version, NVLINK) for version in mine), default=NVLINK) for mine in versions], unknown
 
@@ -177,7 +175,7 @@ def _rates(wires: list[list[Wire]] | None, n: int) -> tuple[list[float], list[in
 def _switched(found: Found, told: list[list[list[int]]], notes: list[str]) -> list[bool]:
     """For each GPU, whether its links lead to switches, where they share what the GPU has."""
     if found.wires is not None:
-        return [any(wire.up and wire.switch for wire in mine) for mine in found.wires]
+        return [any(wire.switch for wire in mine) for mine in found.wires]
     alike = bool(told) and found.n > 2 and len({told[0][i][j] for i in range(found.n) for j in range(i)} - {0}) == 1
     alike = alike and all(told[0][i][j] for i in range(found.n) for j in range(i))
     if alike:
