@@ -20,7 +20,7 @@ _HOME = {
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
 }
-_MODULES = {"nn": ".nn", "reference": ".ops.reference"}
+_MODULES = {"nn": ".nn", "reference": ".ops.reference", "topology": ".topology"}
 __all__ = [
     "PeerTimeout",
     "__version__",
@@ -35,10 +35,11 @@ __all__ = [
     "is_initialized",
     "nn",
     "reference",
+    "topology",
 ]
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import nn, topology
     from .ops import reference
     from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
     from .ops.all_reduce import all_reduce, all_reduce_

@@ -9,6 +9,7 @@ TOOLS = {
     "doctor": "what this machine has, what fluxlike would use, and what to mend",
     "bench": "how fast the operations are, against torch and against the limit",
     "tune": "find the fastest schedule and tiles for some shapes on this machine, and keep them",
+    "topo": "how the GPUs are linked, and the trees planned for it",
     "trace": "what every program of every rank does when, in one call",
     "lint": "compile kernels for GPUs that are not there, and find what is wrong in the machine code",
     "racecheck": "run a program on the CPU heap and find accesses that no signal orders",

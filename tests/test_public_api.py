@@ -35,7 +35,7 @@ def bare(function) -> str:
 
 
 def test_all():
-    assert sorted(fluxlike.__all__) == sorted(["PeerTimeout", "__version__", "nn", "reference", *SIGNATURES])
+    assert sorted(fluxlike.__all__) == sorted(["PeerTimeout", "__version__", "nn", "reference", "topology", *SIGNATURES])
     assert set(dir(fluxlike)) >= set(fluxlike.__all__)
     for name in fluxlike.__all__:
         assert getattr(fluxlike, name) is not None

@@ -19,6 +19,8 @@ TABLE = (
     Variable("FLUXLIKE_RACECHECK", "0", "1 checks every access to the CPU heap for races, see docs/racecheck.md"),
     Variable("FLUXLIKE_TUNE", "cached", "where schedules and tiles come from: off, cached or on, see docs/tune.md"),
     Variable("FLUXLIKE_CACHE_DIR", "", "where tuned choices are kept; default $XDG_CACHE_HOME/fluxlike, else ~/.cache/fluxlike"),
+    Variable("FLUXLIKE_TOPOLOGY", "", "how the GPUs are linked: a preset or a JSON file, see docs/topology.md; default: detected"),
+    Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -74,6 +76,14 @@ def tune() -> str:
     if text not in ("off", "cached", "on"):
         raise ValueError(f"FLUXLIKE_TUNE={text!r} is not one of off, cached, on; unset it for cached")
     return text
+
+
+def tree_array_bound() -> int:
+    """FLUXLIKE_TREE_ARRAY_BOUND, checked."""
+    text = get("FLUXLIKE_TREE_ARRAY_BOUND")
+    if not text.isdecimal():
+        raise ValueError(f"FLUXLIKE_TREE_ARRAY_BOUND={text!r} is not a number of elements, 0 or more; unset it for 10000000")
+    return int(text)
 
 
 def cache_dir() -> Path:

@@ -1,0 +1,178 @@
+"""`python -m fluxlike topo`: how the GPUs of a machine are linked, and the trees planned for it. See docs/topology.md."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..topology import Cost, LinkMatrix, Tree, current, load, measure, plan_trees, presets, probe
+from ..topology.plan import OBJECTIVES
+from . import topo_report
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxlike topo",
+        description="Prints how GPUs are linked and the trees planned for that.",
+        epilog=f"presets: {', '.join(presets.NAMES)}, nvswitch-N, ring-N. More in docs/topology.md.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
+    what.add_argument("--all", action="store_true", help="every preset, by each objective, as a table")
+    parser.add_argument("--random", metavar="N", type=int, default=0, help="with --all: and N random machines of 8 GPUs, and of 16")
+    parser.add_argument("--k", type=int, help="number of trees (one for each GPU)")
+    parser.add_argument("--roots", help="their roots, as 0,3 (0 to k - 1)")
+    parser.add_argument("--objective", choices=OBJECTIVES, default="minmax")
+    parser.add_argument("--link-usage-penalty", type=float, default=0.7, help="mxnet: what a use leaves of a link's weight (0.7)")
+    parser.add_argument("--backtrack", action="store_true", help="mxnet: search every tree instead of clustering")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--probe", action="store_true", help="measure copies between this machine's GPUs")
+    parser.add_argument("--save", metavar="FILE", help="write the matrix, for FLUXLIKE_TOPOLOGY")
+    parser.add_argument("--json", metavar="FILE", help="write matrix, trees and figures")
+    parser.add_argument("--png", metavar="FILE", help="draw both; needs matplotlib")
+    asked = parser.parse_args(argv)
+    if asked.all and (asked.probe or asked.save or asked.png or asked.k or asked.roots):
+        parser.error("--all plans the presets as they are; of the other options it takes --random, --seed and --json")
+    if asked.random < 0 or (asked.random and not asked.all):
+        parser.error(f"--random {asked.random} needs --all and a number of machines")
+    if asked.probe and asked.topology:
+        parser.error(f"--probe measures this machine's GPUs, not {asked.topology!r}; leave out one of them")
+    try:
+        asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots else None
+    except ValueError:
+        parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
+    return asked
+
+
+def probed() -> LinkMatrix:
+    """This machine's GPUs, with copies measured. RuntimeError without GPUs."""
+    matrix = LinkMatrix.detect()
+    torch = importlib.import_module("torch")
+    return probe.probed(matrix, probe.probe(probe.torch_copies(torch), len(matrix)))
+
+
+def planned(matrix: LinkMatrix, **options: Any) -> tuple[list[Tree], Cost, float]:
+    """The trees, what they cost, and the processor seconds that planning took."""
+    since = time.process_time()
+    trees = plan_trees(matrix, **options)
+    seconds = time.process_time() - since
+    return trees, measure(matrix, trees), seconds
+
+
+def as_json(trees: Sequence[Tree], cost: Cost, seconds: float) -> dict[str, Any]:
+    return {
+        "depth": cost.depth, "load": round(cost.load, 4), "least": round(cost.least, 4), "weight": round(cost.weight, 4),
+        "gb_s": round(cost.gb_s, 2), "most_edges_at_a_gpu": max(cost.ports), "plan_s": round(seconds, 3),
+        "weights": [round(tree.weight, 4) for tree in trees],
+        "trees": [{"root": tree.root, "levels": tree.steps} for tree in trees],
+    }  # fmt: skip
+
+
+def random_machine(n: int, rng: random.Random) -> LinkMatrix:
+    """Connected, of single and double NVLinks: a random tree, and each other link with a chance that is drawn first."""
+    chance = rng.random()
+    codes = [[0] * n for _ in range(n)]
+    for i in range(1, n):
+        for j in {rng.randrange(i), *(j for j in range(i) if rng.random() < chance)}:
+            codes[i][j] = codes[j][i] = rng.choice((2, 3))
+    return LinkMatrix.from_array(codes)
+
+
+def on_random(n: int, count: int, seed: int) -> dict[str, Any]:
+    """How long minmax takes on random machines, and how far it is from the bound, which need not be reachable."""
+    rng = random.Random(f"{seed} {n}")
+    found = [planned(random_machine(n, rng), seed=seed) for _ in range(count)]
+    ratios = [cost.load / cost.least for _, cost, _ in found]
+    return {
+        "gpus": n, "machines": count, "at_the_bound": sum(cost.optimal for _, cost, _ in found),
+        "load_over_bound_mean": round(statistics.fmean(ratios), 3), "load_over_bound_max": round(max(ratios), 3),
+        "plan_s_max": round(max(seconds for *_, seconds in found), 3),
+    }  # fmt: skip
+
+
+def everything(seed: int, count: int, arguments: Sequence[str], out: str | None) -> None:
+    """A table of all presets by all methods, and figures of random machines; the same as JSON with the presets' trees."""
+    methods: dict[str, dict[str, Any]] = {
+        "minmax": {}, "mxnet": {"objective": "mxnet"}, "mxnet, backtrack": {"objective": "mxnet", "backtrack": True},
+    }  # fmt: skip
+    rows = []
+    for name in presets.NAMES:
+        for method, options in methods.items():
+            found = planned(LinkMatrix.preset(name), seed=seed, **options)
+            rows.append({"preset": name, "method": method} | as_json(*found))
+    print("\n".join(topo_report.table(rows)))
+    randoms = [on_random(n, count, seed) for n in (8, 16) if count]
+    for row in randoms:
+        print(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in row.items()))
+    if out:
+        write(out, {"environment": stamp(arguments), "rows": rows, "random": randoms})
+
+
+def stamp(arguments: Sequence[str]) -> dict[str, Any]:
+    """When, where and with what; without what only matters for GPUs where there is none."""
+    from .bench_report import environment
+
+    said = environment(arguments, "topo")
+    return {"machine": processor()} | {k: v for k, v in said.items() if v and (said["gpu"] or not k.startswith("clocks"))}
+
+
+def processor() -> str:
+    """The model of the processor that planned, which the plan times depend on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def write(path: str, data: dict[str, Any]) -> None:
+    """JSON, with each row of the outermost lists on a line."""
+    parts = []
+    for key, value in data.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+def one(asked: argparse.Namespace, arguments: Sequence[str]) -> None:
+    matrix = probed() if asked.probe else load(asked.topology) if asked.topology else current()
+    print("\n".join(topo_report.matrix_lines(matrix)), flush=True)
+    if asked.save:
+        matrix.save(asked.save)
+        print(f"written: {asked.save}")
+    options = {
+        "k": asked.k, "objective": asked.objective, "link_usage_penalty": asked.link_usage_penalty,
+        "backtrack": asked.backtrack, "seed": asked.seed, "roots": asked.roots,
+    }  # fmt: skip
+    trees, cost, seconds = planned(matrix, **options)
+    print("\n".join(topo_report.plan_lines(asked.objective, trees, cost, seconds)), flush=True)
+    if asked.json:
+        found = as_json(trees, cost, seconds)
+        write(asked.json, {"environment": stamp(arguments), "matrix": matrix.as_json(), "options": options} | found)
+    if asked.png:
+        print(topo_report.draw(matrix, trees, cost, Path(asked.png)) or f"written: {asked.png}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    asked = parse(argv)
+    try:
+        if asked.all:
+            everything(asked.seed, asked.random, arguments, asked.json)
+        else:
+            one(asked, arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"topo: {error}", file=sys.stderr)
+        return 1
+    return 0
