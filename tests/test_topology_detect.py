@@ -219,7 +219,7 @@ class Machine:
 
 
 def test_a_probe_takes_the_slower_direction_of_warm_copies():
-    rates = [[0, 23.0, 9.0], [22.0, 0, 47.0], [9.0, 47.0, 0]]
+    rates = [[0, 23.0, 9.0], [22.0, 0, 47.0], [9.0, 49.0, 0]]
     measured = probe.probe(Machine(rates), 3, nbytes=1 << 20, repeats=1)
     assert [[round(rate, 6) for rate in row] for row in measured] == [[0, 22, 9], [22, 0, 47], [9, 47, 0]]
 
