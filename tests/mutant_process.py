@@ -23,6 +23,7 @@ KERNELS = (
     "ag_gemm_kernel",
     "all_reduce_one_shot_kernel",
     "all_reduce_two_shot_kernel",
+    "all_reduce_bulk_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Of the GPU for which kernels are compiled.

@@ -207,20 +207,25 @@ def _put_nothing(start, words, B: tl.constexpr):
     pass
 
 
+#: What sends words, and what flags, and what does neither.
+SENDS = (("put", _put_nothing), ("publish_set", _publish_nothing))
+
+
 def lost_words(group: Any, algo: str) -> None:
-    """Rank 1 sends no words. Rank 0 soon gives up and says why; rank 2, which would wait for long, follows it at once.
+    """Rank 1 sends no words, or no flags. Rank 0 soon gives up and says why; rank 2, which would wait for long, follows it at once.
 
     Without the checker, which takes what the GPU does with words for races.
     """
     global _ends
-    rank, put, interpreted = group.rank(), fluxlike.kernels.all_reduce.put, words.is_interp
+    kernels, (sends, nothing) = fluxlike.kernels.all_reduce, SENDS[algo == "bulk"]
+    rank, sent, interpreted = group.rank(), getattr(kernels, sends), words.is_interp
     env.put("FLUXLIKE_RACECHECK", "0")
     words.is_interp = _no
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     limit = env.get("FLUXLIKE_TIMEOUT_S")
     env.put("FLUXLIKE_TIMEOUT_S", "3" if rank == 0 else "1000")
     if rank == 1:
-        fluxlike.kernels.all_reduce.put = _put_nothing
+        setattr(kernels, sends, nothing)
     _ends = time.monotonic() + 20
     said = ""
     try:
@@ -238,7 +243,8 @@ def lost_words(group: Any, algo: str) -> None:
     if rank == 0 and "its partial sums of call 1 (expected 1, saw 0)" not in said:
         raise Wrong(f"rank 0 said {said!r}")
     _ends = math.inf
-    fluxlike.kernels.all_reduce.put, words.is_interp = put, interpreted
+    setattr(kernels, sends, sent)
+    words.is_interp = interpreted
     fluxlike.finalize()
     env.put("FLUXLIKE_TIMEOUT_S", limit)
     env.put("FLUXLIKE_RACECHECK", "1")

@@ -8,7 +8,7 @@ from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce as ops
-from fluxlike.ops.all_reduce import ALGORITHMS, BLOCK
+from fluxlike.ops.all_reduce import ALGORITHMS, WORDS
 from fluxlike.runtime import programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,13 +49,13 @@ def reduces(group, dtype, algo, sizes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sizes(ranks, dtype, algo):
-    words = 4 // dtype.itemsize * BLOCK
-    run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, words, 2 * words + 1))
+    block = 4 // dtype.itemsize * WORDS if algo != "bulk" else ops.BULK // dtype.itemsize
+    run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, block, 2 * block + 1))
 
 
 def lists(group, algo):
     rank = dist.get_rank(group)
-    sizes = (5, 0, 2 * BLOCK, 1, 2 * BLOCK + 7)
+    sizes = (5, 0, 2 * WORDS, 1, 2 * WORDS + 7)
     for dtype in DTYPES[:2]:
         for seed, some in enumerate((sizes, sizes[:2], (8, 16), sizes)):
             given = numbers_of_all(group, some, dtype, 1000 * seed)
@@ -107,7 +107,7 @@ def mixed(group, calls, jitter=False):
     ops.PIECE, piece = 8 << 10, ops.PIECE
     try:
         for call in range(calls):
-            n, algo = (3000, 20, 5000, 1)[call % 4], ALGORITHMS[call // 2 % 2]
+            n, algo = (3000, 20, 5000, 1)[call % 4], ALGORITHMS[call // 2 % 3]
             parts = [numbers(n, torch.bfloat16, 7 * call + r) for r in range(size)]
             assert torch.equal(fluxlike.all_reduce(parts[rank], group, algo=algo), expected(parts)), call
     finally:
@@ -117,14 +117,14 @@ def mixed(group, calls, jitter=False):
 
 @pytest.mark.parametrize("jitter", [False, True], ids=["", "jitter"])
 def test_calls_back_to_back(jitter):
-    run_ranks(mixed, 3, calls=16, jitter=jitter)
+    run_ranks(mixed, 3, calls=18, jitter=jitter)
 
 
 def refusals(group):
     x = torch.zeros(4, device=device())
     for wrong, says in (
         (lambda: fluxlike.all_reduce(x, group, "prod"), "'prod' is not one of 'sum', 'avg', 'max'"),
-        (lambda: fluxlike.all_reduce(x, group, algo="ring"), "'ring' is not one of 'auto', 'one_shot', 'two_shot'"),
+        (lambda: fluxlike.all_reduce(x, group, algo="ring"), "'ring' is not one of 'auto', 'one_shot', 'two_shot', 'bulk'"),
         (lambda: fluxlike.all_reduce(x.int(), group), "dtype torch.int32"),
         (lambda: fluxlike.all_reduce([x, x.half()], group), "reduce tensors of one dtype at a time"),
         (lambda: fluxlike.all_reduce([1.0], group), "x is a float, it must be a tensor"),
@@ -166,27 +166,28 @@ def test_a_rank_that_does_not_come():
     assert any("waited 2 s for rank 1: its partial sums of call 2 (expected 2, saw 0)" in outcome.message for outcome in late)
 
 
-def checked(group, algo):
+def checked(group):
     fluxlike.init(heap="shm")
-    mixed(group, 4)
+    mixed(group, 6)
     fluxlike.finalize()
 
 
 @pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_no_race(algo):
-    for outcome in run_fresh(checked, 3, {"FLUXLIKE_RACECHECK": "1"}, measure="kernels", algo=algo):
+def test_no_race():
+    for outcome in run_fresh(checked, 3, {"FLUXLIKE_RACECHECK": "1"}, measure="kernels"):
         assert outcome.ok, str(outcome)
 
 
-@pytest.mark.parametrize(("ranks", "nbytes"), [(2, 1 << 23), (4, 1 << 14), (8, 1 << 14)])
-def test_everything_to_everybody_where_a_trip_costs_more(ranks, nbytes):
-    assert ops.choose(nbytes, ranks) == "one_shot"
-
-
-@pytest.mark.parametrize("ranks", [3, 4, 8])
-def test_parts_where_bytes_cost_more(ranks):
-    assert ops.choose(1 << 22, ranks) == "two_shot"
+@pytest.mark.parametrize(
+    ("ranks", "nbytes", "algo"),
+    [
+        (2, 1 << 18, "one_shot"), (4, 1 << 14, "one_shot"), (8, 1 << 14, "one_shot"),
+        (4, 1 << 18, "two_shot"), (8, 1 << 17, "two_shot"), (4, 1 << 22, "bulk"), (8, 1 << 22, "bulk"),
+    ],
+)  # fmt: skip
+def test_choice(ranks, nbytes, algo):
+    """Everything to everybody where a trip costs more than bytes; words where a signal does."""
+    assert ops.choose(nbytes, ranks) == algo
 
 
 def test_launches_split_what_is_large():

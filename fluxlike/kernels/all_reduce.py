@@ -1,30 +1,36 @@
-"""All-reduce of small and medium messages by pushes. This docstring is the design record.
+"""All-reduce by pushes. This docstring is the design record.
 
 What it computes, on every rank: y[i] = op over ranks s of x_s[i]; op is sum, average or maximum, in fp32, in the order of the
-ranks, rounded once. So all ranks have the same bits, and have them again on every repeat and by either algorithm.
+ranks, rounded once. So all ranks have the same bits, and have them again on every repeat and by every algorithm.
 
-What is reduced is one tensor or a list of them, cut into blocks of B `words`: 32 bits of payload, two elements of 16 bits, with the
-call's number above them. Blocks go over as wholes; behind the end of a tensor they hold zeros. A program takes blocks program,
-program + P, …, where P programs are launched.
+What is reduced is one tensor or a list of them, cut into blocks. Blocks go over as wholes; behind the end of a tensor they hold
+zeros. A program takes blocks program, program + P, …, where P programs are launched.
 
 one_shot  A rank pushes all blocks to all peers, waits for theirs and reduces all of them itself: one trip, (R-1)·n sent.
 two_shot  Rank d owns part d of the blocks, which hold R equal parts. Each rank pushes part d to d; d waits for all, reduces, and
           pushes the result to all: two trips, 2·(R-1)/R·n sent.
+bulk      two_shot with signals beside the data: half the bytes, but each trip is the data's and then the signal's.
 
-Memory, on the heap of each rank: two sets, by the parity of the call, of two halves [R, capacity] of words. The first half takes
-what is to be reduced, from each source into a row of its own; the second half takes results, from each owner into its row.
+In one_shot and two_shot blocks are of B `words`: 32 bits of payload, two elements of 16 bits, with the call's number above them.
+In bulk they are of B elements, and have a flag, the number of the last call for which the block has come.
+
+Memory, on the heap of each rank: two sets, by the parity of the call, of two halves [R, capacity] of blocks. The first half takes
+what is to be reduced, from each source into a row of its own; the second half takes results, from each owner into its row. There
+is such memory for words and for elements; the flags, as they only grow, have two halves and no sets.
 
 A list has a ``table`` of int64: addresses of the inputs [T], of the results [T], their elements [T], then for each block the
 number of its tensor [G] and its first element there [G]. So many small tensors take one launch, and are not copied together.
 
 Protocol and proofs
 
-* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. Numbers come from ``epochs``, one for
-  each program that a launch may have, which are all equal between launches: a program reads its own, and at its end advances its
-  own and those that are P, 2P, … further on. So no program reads what another of the same launch writes, and no atomic is needed.
-* A word may be overwritten when its reader is done. In each call every rank takes at least one block from every other, as each
-  part has one. So when rank r is through call n, each peer has begun call n, and has ended call n-1, as its launches follow each
-  other. Call n+1 writes where call n-1 did: free.
+* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set`` (release) of a
+  block's flag, behind its stores, pairs with ``wait`` (acquire) for it, in front of its loads: (A) parts, (B) results.
+* Numbers come from ``epochs``, one for each program that a launch may have, which are all equal between launches: a program reads
+  its own, and at its end advances its own and those that are P, 2P, … further on. So no program reads what another of the same
+  launch writes, and no atomic is needed.
+* A word, or a block, may be overwritten when its reader is done. In each call every rank takes at least one block from every
+  other, as each part has one. So when rank r is through call n, each peer has begun call n, and has ended call n-1, as its launches
+  follow each other. Call n+1 writes where call n-1 did: free.
 * A word is a word in every layout, so whatever an earlier call left in it has an earlier number. Numbers return after 2³² calls; a
   word would have to lie untouched for exactly so long.
 * Programs wait for programs of the same index on other ranks only, which push before they wait: first all parts, then the reduced
@@ -35,7 +41,7 @@ Protocol and proofs
 import triton
 import triton.language as tl
 
-from .sync import BASES, EPOCH, WAIT_PARTIAL, WAIT_RESULT
+from .sync import BASES, EPOCH, WAIT_PARTIAL, WAIT_RESULT, peer_address, publish_set, wait
 from .words import put, receive, receive_from, with_number
 
 SUM = tl.constexpr(0)
@@ -139,6 +145,14 @@ def reduce_words(words, element: tl.constexpr, OP: tl.constexpr, R: tl.constexpr
 
 
 @triton.jit
+def of_rank(slots, row, own, source: tl.constexpr, rank, B: tl.constexpr):
+    """A block of rank ``source`` in fp32: what it has sent, or of this rank ``own``."""
+    at = tl.arange(0, B)
+    sent = tl.load(tl.multiple_of(slots + source * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
+    return tl.where(source == rank, own, sent.to(tl.float32))
+
+
+@triton.jit
 def row_of(ctl, peer, offset, epoch, number, row, R: tl.constexpr):
     """Row ``number`` of ``row`` words of ``peer``'s set for this call, as mapped here; all lie at ``offset`` bytes of its block."""
     words = (tl.load(ctl + BASES + peer) + offset).to(tl.pointer_type(tl.int64))
@@ -225,4 +239,53 @@ def all_reduce_two_shot_kernel(
             reduced = receive_from(here + (R + owner) * row + block * B, owner, epoch, ctl, rank, WAIT_RESULT, R, B)
             result, left = place(y, table, tensors, blocks, 1, n, owner * part + block, B * WIDTH, MANY, VEC)
             store_payload(result, left, reduced.to(tl.int32), WIDTH, B)
+    advance(epochs, ctl, epoch, MOST)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def all_reduce_bulk_kernel(
+    x, y, table, data, flags, epochs, ctl, tensors, n, blocks, capacity, rank,
+    R: tl.constexpr, OP: tl.constexpr, B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One call over ``blocks`` blocks of B elements, a multiple of R; else the arguments of `all_reduce_one_shot_kernel`."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program) + 1
+    row = capacity.to(tl.int64) * B
+    here = data + (epoch & 1) * 2 * R * row
+    at = tl.arange(0, B)
+    part = blocks // R
+    for step in tl.static_range(1, R):
+        owner = (rank + step) % R
+        for block in range(program, part, programs):
+            source, left = place(x, table, tensors, blocks, 0, n, owner * part + block, B, MANY, VEC)
+            values = tl.load(source + at, mask=at < left, other=0.0)
+            tl.store(tl.multiple_of(peer_address(here + rank * row + block * B, ctl, rank, owner) + at, 16), values)
+            publish_set(peer_address(flags, ctl, rank, owner) + rank * capacity + block, epoch, False)  # (A)
+    for block in range(program, part, programs):
+        for step in tl.static_range(1, R):
+            source = (rank + step) % R
+            wait(flags + source * capacity + block, epoch, ctl, rank, WAIT_PARTIAL, source, R)  # (A)
+        mine, left = place(x, table, tensors, blocks, 0, n, rank * part + block, B, MANY, VEC)
+        own = tl.load(mine + at, mask=at < left, other=0.0).to(tl.float32)
+        total = of_rank(here + block * B, row, own, 0, rank, B)
+        for source in tl.static_range(1, R):
+            total = combine(total, of_rank(here + block * B, row, own, source, rank, B), OP)
+        if OP == AVG:
+            total = total / R
+        reduced = total.to(x.dtype.element_ty)
+        for step in tl.static_range(1, R):
+            there = peer_address(here + (R + rank) * row + block * B, ctl, rank, (rank + step) % R)
+            tl.store(tl.multiple_of(there + at, 16), reduced)
+        for step in tl.static_range(1, R):
+            publish_set(peer_address(flags, ctl, rank, (rank + step) % R) + (R + rank) * capacity + block, epoch, False)  # (B)
+        result, left = place(y, table, tensors, blocks, 1, n, rank * part + block, B, MANY, VEC)
+        tl.store(result + at, reduced, mask=at < left)
+    for step in tl.static_range(1, R):
+        owner = (rank + step) % R
+        for block in range(program, part, programs):
+            wait(flags + (R + owner) * capacity + block, epoch, ctl, rank, WAIT_RESULT, owner, R)  # (B)
+            reduced = tl.load(tl.multiple_of(here + (R + owner) * row + block * B + at, 16))
+            result, left = place(y, table, tensors, blocks, 1, n, owner * part + block, B, MANY, VEC)
+            tl.store(result + at, reduced, mask=at < left)
     advance(epochs, ctl, epoch, MOST)

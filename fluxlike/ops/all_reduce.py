@@ -1,4 +1,4 @@
-"""All-reduce of small and medium tensors in one kernel, without a barrier: `all_reduce` and `all_reduce_`.
+"""All-reduce in one kernel, without a barrier: `all_reduce` and `all_reduce_`.
 
 Read with `kernels/all_reduce.py`, which holds the protocol.
 """
@@ -21,13 +21,16 @@ from .group import GroupContext, Prepared, kept, resolve
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 OPS = {"sum": kernels.SUM, "avg": kernels.AVG, "max": kernels.MAX}
-ALGORITHMS = ("one_shot", "two_shot")
-#: Words of a block, and programs of a launch at most; two words a thread are a vector.
-BLOCK, MOST = 512, 64
+ALGORITHMS = ("one_shot", "two_shot", "bulk")
+#: Words of a block, where two a thread are a vector, and bytes of one that is signalled.
+WORDS, BULK = 512, 8 << 10
+#: Programs of a launch at most.
+MOST = 64
 #: Bytes of payload that one launch reduces at most; more go in several.
-PIECE = 8 << 20
-#: What a trip to a peer takes beyond its bytes, and the rate of words, flags included: assumptions, not measured yet.
-TRIP, RATE = 2e-6, 300e9
+PIECE = 16 << 20
+#: What a trip to a peer takes beyond its bytes, a signal behind them, and the rate of bytes, flags included: assumptions, not
+#: measured yet.
+TRIP, SIGNAL, RATE = 2e-6, 1e-6, 300e9
 
 
 class Compiled(NamedTuple):
@@ -38,16 +41,23 @@ class Compiled(NamedTuple):
 
 
 class AllReduceContext(GroupContext):
-    """Words for what the ranks of a group reduce, one after the other."""
+    """Memory for what the ranks of a group reduce, one call after the other.
+
+    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
+    """
 
     maker = "fluxlike.all_reduce"
-    watched = ("head", "ctl", "words", "epochs")
+    watched = ("head", "ctl", "flags", "slots", "data", "epochs")
+    payload = ("data",)
+    signals = ("head", "flags")
 
-    def __init__(self, control: ControlGroup, blocks: int) -> None:
-        """Collective. ``blocks``: that a row has room for."""
-        self.blocks = blocks
-        super().__init__("all_reduce", control, {"words": 8 * 2 * 2 * control.size * blocks * BLOCK})
-        self.words = self.region("words", torch.int64)
+    def __init__(self, control: ControlGroup, words: int, bulk: int) -> None:
+        """Collective."""
+        self.words, self.bulk, rows = words, bulk, 2 * control.size
+        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
+        super().__init__("all_reduce", control, regions)
+        self.slots, self.flags = self.region("slots", torch.int64), self.region("flags", torch.int64)
+        self.data = self.region("data", torch.uint8)
         self.epochs = torch.zeros(MOST, dtype=torch.int64, device=self.device)
         #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
         self._captured: list[torch.Tensor] = []
@@ -70,8 +80,8 @@ def all_reduce(
         x: bfloat16, float16 or float32, of any shape, the same on all ranks; a copy is made of one that is not contiguous. Or a
             list of such tensors of one dtype: they are reduced by one launch, where they lie.
         group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it).
-        algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes), or
-            "auto", the one that is expected to be faster.
+        algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes),
+            "bulk" (the same with signals beside the data, for large tensors), or "auto", the one that is expected to be fastest.
 
     Returns:
         A new tensor, or a list of them, contiguous, with the shape and dtype of x.
@@ -123,16 +133,16 @@ def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGrou
     with control.lock, torch.no_grad():
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:
-            _context(control, 1).record(elements=0)
+            _context(control, 1, 1).record(elements=0)
         for pieces in _launches(some, PIECE):
             _launch(control, pieces, op, algo)
 
 
-def _context(control: ControlGroup, blocks: int) -> AllReduceContext:
+def _context(control: ControlGroup, words: int, bulk: int) -> AllReduceContext:
     def make(wanted: dict[str, int]) -> AllReduceContext:
-        return AllReduceContext(control, wanted["blocks"])
+        return AllReduceContext(control, **wanted)
 
-    return kept(("all_reduce", control.name), control, {"blocks": blocks}, make, 1 << 31)
+    return kept(("all_reduce", control.name), control, {"words": words, "bulk": bulk}, make, 1 << 31)
 
 
 def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
@@ -152,7 +162,6 @@ def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
 
 
 class _Plan(NamedTuple):
-    algo: str
     launch: Prepared
     #: Of a list: the last three parts of the kernel's table.
     layout: list[int]
@@ -160,18 +169,20 @@ class _Plan(NamedTuple):
 
 def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> None:
     """One launch: of one tensor, or of several."""
-    elements = BLOCK * (4 // pairs[0][0].element_size())
-    blocks = sum(cdiv(x.numel(), elements) for x, _ in pairs)
-    chosen = choose(blocks * BLOCK * 4, control.size) if algo == "auto" else algo
-    row = blocks if chosen == "one_shot" else cdiv(blocks, control.size)
-    ctx = _context(control, row)
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
+    if algo == "auto":
+        algo = choose(sum(sizes) * dtype.itemsize, control.size)
+    elements = (BULK if algo == "bulk" else WORDS * 4) // dtype.itemsize
+    blocks = sum(cdiv(size, elements) for size in sizes)
+    row = blocks if algo == "one_shot" else cdiv(blocks, control.size)
+    ctx = _context(control, 1 if algo == "bulk" else row, row if algo == "bulk" else 1)
     places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
     # of one tensor the launch itself sees the address
     vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
-    ctx.begin(chosen, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
-    key = chosen, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
-    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, chosen, op, blocks, vector))
+    ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
+    key = algo, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
+    total = blocks if algo == "one_shot" else row * control.size
+    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, op, total, elements, vector))
     x, y = pairs[0]
     if len(pairs) == 1:
         plan.launch((x, y))
@@ -180,23 +191,25 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> Non
         plan.launch((x, y, ctx.table(words)))
 
 
-def _plan(ctx: AllReduceContext, pairs: list[Pair], algo: str, op: str, blocks: int, vector: int) -> _Plan:
+def _plan(ctx: AllReduceContext, pairs: list[Pair], algo: str, op: str, blocks: int, elements: int, vector: int) -> _Plan:
     x, y = pairs[0]
-    width = 4 // x.element_size()
-    total = blocks if algo == "one_shot" else cdiv(blocks, ctx.size) * ctx.size
     many, layout, table = len(pairs) > 1, [], ctx.ctl
     if many:
-        layout = _layout([x.numel() for x, _ in pairs], BLOCK * width, total)
+        layout = _layout([x.numel() for x, _ in pairs], elements, blocks)
         table = torch.empty(2 * len(pairs) + len(layout), dtype=torch.int64, device=ctx.device)
-    args = (
-        x, y, table, ctx.epochs, ctx.ctl, len(pairs), x.numel(), total, ctx.blocks, ctx.offsets["words"], ctx.rank,
-    )  # fmt: skip
-    constants = dict(
-        R=ctx.size, S=1 << (ctx.size - 1).bit_length(), OP=OPS[op], WIDTH=width, B=BLOCK, MANY=many, VEC=vector, MOST=MOST
-    )
-    kernel = kernels.all_reduce_one_shot_kernel if algo == "one_shot" else kernels.all_reduce_two_shot_kernel
-    programs = max(1, min(MOST, ctx.world.executor.programs, total if algo == "one_shot" else total // ctx.size))
-    return _Plan(algo, ctx.prepare(kernel, programs, args, constants, Compiled(), (0, 1, 2) if many else (0, 1)), layout)
+    constants: dict[str, Any] = dict(R=ctx.size, OP=OPS[op], MANY=many, VEC=vector, MOST=MOST)
+    sizes = (len(pairs), x.numel(), blocks)
+    args: tuple
+    if algo == "bulk":
+        kernel: Any = kernels.all_reduce_bulk_kernel
+        args = (x, y, table, ctx.data.view(x.dtype), ctx.flags, ctx.epochs, ctx.ctl, *sizes, ctx.bulk, ctx.rank)
+        constants |= dict(B=elements)
+    else:
+        kernel = kernels.all_reduce_one_shot_kernel if algo == "one_shot" else kernels.all_reduce_two_shot_kernel
+        args = (x, y, table, ctx.epochs, ctx.ctl, *sizes, ctx.words, ctx.offsets["slots"], ctx.rank)
+        constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
+    programs = max(1, min(MOST, ctx.world.executor.programs, blocks if algo == "one_shot" else blocks // ctx.size))
+    return _Plan(ctx.prepare(kernel, programs, args, constants, Compiled(), (0, 1, 2) if many else (0, 1)), layout)
 
 
 def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
@@ -207,7 +220,11 @@ def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
 
 
 def choose(nbytes: int, ranks: int) -> str:
-    """The algorithm that is expected to be faster for ``nbytes`` of payload; words take twice as many."""
-    one = TRIP + 2 * nbytes * (ranks - 1) / RATE
-    two = 2 * TRIP + 2 * 2 * nbytes * (ranks - 1) / ranks / RATE
-    return "one_shot" if one <= two else "two_shot"
+    """The algorithm that is expected to be fastest for ``nbytes`` of payload; words take twice as many."""
+    part = nbytes * (ranks - 1) / ranks
+    seconds = {
+        "one_shot": TRIP + 2 * part * ranks / RATE,
+        "two_shot": 2 * TRIP + 2 * 2 * part / RATE,
+        "bulk": 2 * (TRIP + SIGNAL) + 2 * part / RATE,
+    }
+    return min(seconds, key=lambda algo: seconds[algo])

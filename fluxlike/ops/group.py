@@ -36,8 +36,6 @@ _WHAT = {
 }
 
 
-
-
 class Compiled(Protocol):
     """How a kernel is compiled, as a `tiling.Tiling` says it among other things."""
 

@@ -19,6 +19,7 @@ CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
+#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed.
 FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
 
@@ -134,15 +135,17 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # everything at once; and the results of each
         "all_reduce_one_shot_kernel": (1, 0, 0, 0),
         "all_reduce_two_shot_kernel": (1 + peers, 0, 0, 0),
+        # parts and results of each
+        "all_reduce_bulk_kernel": (2 * peers, 2 * peers, 0, 0),
     }[launch.name]
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
-    if launch.name.startswith("all_reduce"):  # words carry their flag, so a look is a plain one that may not be left out
+    if "shot" in launch.name:  # words carry their flag, so a look is a plain one that may not be left out
         counts |= {"acquire": 0, "volatile load": 5 * waits}
     counts["asm fence.acq_rel.sys"] = waits  # a record of a failure is complete before the host is told of it
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
-        return spec
+        return replace(spec, vectors=True, local=2 * FEW) if launch.name == "all_reduce_bulk_kernel" else spec
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
     tma, vec = given["TMA"], given["VEC"]
     fp32 = any("fp32" in launch.signature[name] for name in launch.payload)
