@@ -1,5 +1,7 @@
 """The names and signatures that users rely on, and what importing the package does not do."""
 
+import ast
+import importlib
 import inspect
 import os
 import re
@@ -138,3 +140,11 @@ def test_kernels_know_nothing_of_processes():
     for path in (PACKAGE / "runtime").glob("*.py"):
         imports = re.findall(r"^\s*(?:from|import)\s+(\S+)", path.read_text(), re.M)
         assert not [name for name in imports if name.startswith(("..", "fluxlike"))], path.name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tutorials").glob("*.py")), ids=lambda path: path.stem)
+def test_what_tutorials_import_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fluxlike"):
+            module = importlib.import_module(node.module)
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module

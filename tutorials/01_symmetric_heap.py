@@ -49,7 +49,8 @@ import triton.language as tl
 
 import fluxlike
 from fluxlike.kernels.sync import EPOCH, WAIT_SIGNAL, finish, is_last_program, peer_address, publish_set, wait
-from fluxlike.ops.context import Context, resolve
+from fluxlike.ops.context import Context
+from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
 
 ONE_WARP = Tiling(bm=1, bn=1, bk=1, group_m=1, warps=1, stages=1, tma=False)
@@ -87,7 +88,7 @@ def open_ring() -> Context:
 def lap(ctx: Context, lost_at: int = -1) -> torch.Tensor:
     """Send the token round once; returns what this rank received (after `check`, on a GPU)."""
     got = torch.zeros(1, dtype=torch.int64, device=ctx.device)
-    ctx.begin("in_kernel", ONE_WARP)
+    ctx.start("in_kernel", ONE_WARP)
     ctx.launch(ring_kernel, 1, (ctx.data, ctx.flags, got, ctx.ctl, ctx.rank, lost_at), {"R": ctx.size}, ONE_WARP)
     return got
 

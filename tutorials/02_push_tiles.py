@@ -42,7 +42,8 @@ from fluxlike.kernels import sync
 from fluxlike.kernels.blocks import load_a, store_block
 from fluxlike.kernels.sync import EPOCH, WAIT_SIGNAL, finish, is_last_program, peer_address, publish_set, wait, wait_credits
 from fluxlike.kernels.tiles import cdiv
-from fluxlike.ops.context import Context, resolve
+from fluxlike.ops.context import Context
+from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
 
 GPU, CPU = {"m": 8192, "n": 8192, "calls": 6}, {"m": 200, "n": 300, "calls": 6}
@@ -84,7 +85,7 @@ def push_kernel(x, y, data, flags, ctl, M, N, slot_stride, rank, R: tl.constexpr
 def push(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     """x of this rank plus x of its left neighbour."""
     y = torch.empty_like(x)
-    ctx.begin("in_kernel", TILE)
+    ctx.start("in_kernel", TILE)
     args = (x, y, ctx.data, ctx.flags, ctx.ctl, *x.shape, ctx.set_elements, ctx.rank)
     ctx.launch(push_kernel, ctx.max_flags, args, {"R": ctx.size, "BM": TILE.bm, "BN": TILE.bn}, TILE)
     return y

@@ -47,7 +47,8 @@ import triton.language as tl
 import fluxlike
 from fluxlike.kernels.lang import drain_stores
 from fluxlike.kernels.sync import EPOCH, WAIT_SIGNAL, finish, is_last_program, peer_address, wait, wait_credits
-from fluxlike.ops.context import Context, resolve
+from fluxlike.ops.context import Context
+from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
 from fluxlike.runtime.errors import RaceError
 
@@ -81,7 +82,7 @@ def smooth_kernel(x, y, halo, flag, ctl, N, rank, R: tl.constexpr, BLOCK: tl.con
 def smooth(ctx: Context, x: torch.Tensor, order: str) -> torch.Tensor:
     """The mean of each number and the one before it, round the ring of all ranks."""
     y = torch.empty_like(x)
-    ctx.begin("in_kernel", ONE_PROGRAM)
+    ctx.start("in_kernel", ONE_PROGRAM)
     args = (x, y, ctx.data, ctx.flags, ctx.ctl, len(x), ctx.rank)
     ctx.launch(smooth_kernel, 1, args, {"R": ctx.size, "BLOCK": 1024, "ORDER": order}, ONE_PROGRAM)
     return y
