@@ -127,7 +127,7 @@ def refusals(group):
         (lambda: fluxlike.all_reduce(x, group, algo="ring"), "'ring' is not one of 'auto', 'one_shot', 'two_shot', 'bulk'"),
         (lambda: fluxlike.all_reduce(x.int(), group), "dtype torch.int32"),
         (lambda: fluxlike.all_reduce([x, x.half()], group), "reduce tensors of one dtype at a time"),
-        (lambda: fluxlike.all_reduce([1.0], group), "x is a float, it must be a tensor"),
+        (lambda: fluxlike.all_reduce([1.0], group), "x is float, it must be a tensor"),
         (lambda: fluxlike.all_reduce(x.to("meta"), group), "this rank's heap is on"),
         (lambda: fluxlike.all_reduce_(torch.zeros(4, 4, device=device()).T, group), "must be contiguous, or use all_reduce"),
     ):

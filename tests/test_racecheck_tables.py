@@ -497,7 +497,7 @@ def blocks_kernel(source, to, first_row, STORED: tl.constexpr, USED: tl.constexp
 def _blocks(first_row, stored=False, used=0, rows=20, columns=8):
     """Run the kernel above on one matrix of 20 rows, watched, by two descriptors of it."""
     control = Control(0, 1, threading.Barrier(1), [None])
-    executor = type("Executor", (), {"programs": 2, "copy_engine": None})()
+    executor = type("Executor", (), {"programs": 2, "copy_engine": None, "write": None})()
     racehooks.start(control, executor, lambda group: control)
     try:
         matrix = torch.zeros(20, 16)

@@ -303,6 +303,8 @@ ALLOWED = {
     ("runtime/interpreter.py", "exec"): "a kernel's own source, rewritten",
     ("runtime/interpreter.py", "compile"): "the same",
     ("tools/runfile.py", "runpy"): "the program that the user asks it to run",
+    ("tools/topo.py", "load"): "a topology: a preset, or a file of JSON, whose every part is checked",
+    ("topology/matrix.py", "load"): "the same",
     ("*", "tl.load"): "a kernel's load",
     ("*", "x.load"): "a kernel's load by descriptor",
     ("*", "w.load"): "the same",

@@ -472,5 +472,5 @@ def test_from_the_command_line(tmp_path):
     assert read["environment"]["command"].startswith("python -m fluxlike soak --minutes 0.05")
     assert read["compared_bitwise"] == read["calls"] == sum(read["calls_by_kind"].values()) > 0
     assert read["launches"] >= 2 * read["calls"] and read["compared_with_reference"] >= 1
-    assert read["warm_up"]["calls"] == 20 and read["warm_up"]["judged"] == 10
+    assert read["warm_up"]["calls"] == 24 and read["warm_up"]["judged"] == 12
     assert done.stdout.rstrip().endswith("soak-R2.json") and "\nfailures 0\n" in done.stdout

@@ -78,10 +78,10 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device) -> None:
     """t is a tensor of ``dims`` dimensions, or any, whose elements lie in this device's memory as its strides say."""
-    if not isinstance(t, torch.Tensor):
-        raise ValueError(f"{op}: {name} is a {type(t).__name__}, it must be a tensor; use torch.tensor")
-    if dims is not None and t.dim() != dims:
-        raise ValueError(f"{op}: {name} is {tuple(t.shape)}, it must be a tensor of {dims} dimensions; use .reshape or .flatten")
+    if not isinstance(t, torch.Tensor) or (dims is not None and t.dim() != dims):
+        found = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
+        wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {dims} dimensions; use .reshape or .flatten"
+        raise ValueError(f"{op}: {name} is {found}, it must be {wanted}")
     if t.device != device:
         raise ValueError(f"{op}: {name} is on {t.device}, this rank's heap is on {device}; use {name}.to({str(device)!r})")
     if t.layout is not torch.strided:
