@@ -21,9 +21,10 @@ import fluxlike
 
 pytest.importorskip("rich")
 
-from fluxlike.tools import bench, bench_problems, bench_report
+from fluxlike.tools import bench, bench_problems, bench_reduce, bench_report
 from fluxlike.tools.bench_peers import Failed, Lost, Peers
 from fluxlike.tools.bench_problems import parse_shapes
+from fluxlike.tools.bench_reduce import Size, parse_sizes
 from fluxlike.tools.bench_report import Report, Result, Row, Shape, Voice
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -112,7 +113,7 @@ def test_models():
         ("gpt3-175b", 12288, 49152, 1),
         ("qwen-72b", 8192, 29568, 2),
     ):
-        suite = bench.SUITES[name]
+        suite = bench_problems.SUITES[name]
         assert [s.m for s in suite["gemm_rs"]] == [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
         assert {s[1:] for s in suite["gemm_rs"]} == {(hidden, inner)}
         assert {s[1:] for s in suite["ag_gemm"]} == {(up * inner, hidden)}
@@ -120,31 +121,36 @@ def test_models():
 
 
 def test_named_suites():
-    headline, eight, decode = (bench.SUITES[name] for name in ("headline", "eight", "decode"))
+    headline, eight, decode = (bench_problems.SUITES[name] for name in ("headline", "eight", "decode"))
     assert len(headline["gemm_rs"]) == 9 and len(headline["ag_gemm"]) == 7
     assert BIG in headline["gemm_rs"] and Shape(512, 57344, 8192) in headline["ag_gemm"]
     assert len(eight["gemm_rs"]) == len(eight["ag_gemm"]) == 4
     assert Shape(8192, 4096, 14336) in eight["gemm_rs"] and Shape(8192, 49152, 12288) in eight["ag_gemm"]
     assert [s.m for s in decode["gemm_rs"]] == [16, 64, 256, 512] == [s.m for s in decode["ag_gemm"]]
-    for name, suite in bench.SUITES.items():
-        assert set(suite) == set(bench.OPS) == set(bench_problems.PROBLEMS)
+    for name, suite in bench_problems.SUITES.items():
+        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce"}
         for op, shapes in suite.items():
             assert len(set(shapes)) == len(shapes)
             for world in (1, 2, 4, 8):
-                assert not [s for s in shapes if bench_problems.indivisible(op, s, world)], (name, op, world)
+                assert not [s for s in shapes if bench.KINDS[op].unfit(s, world)], (name, op, world)
 
 
-def test_indivisible():
-    assert bench_problems.indivisible("gemm_rs", Shape(16, 5, 16), 4) is None
-    assert bench_problems.indivisible("ag_gemm", Shape(16, 16, 5), 4) is None
-    assert bench_problems.indivisible("gemm_rs", Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
-    assert bench_problems.indivisible("ag_gemm", Shape(15, 10, 16), 4) == "R=4 does not divide M=15 and N=10"
+def test_what_cannot_be_split():
+    rs, ag, reduce = bench.KINDS.values()
+    assert rs.unfit(Shape(16, 5, 16), 4) is None
+    assert ag.unfit(Shape(16, 16, 5), 4) is None
+    assert rs.unfit(Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
+    assert ag.unfit(Shape(15, 10, 16), 4) == "R=4 does not divide M=15 and N=10"
+    assert reduce.unfit(Size(12), 5) is None and reduce.unfit(Size(6), 2) == "6 bytes are no multiple of 4"
 
 
-def test_parse_shapes():
-    assert parse_shapes("1x2x3") == [Shape(1, 2, 3)]
-    assert parse_shapes("64X32X16, 8×4×2") == [Shape(64, 32, 16), Shape(8, 4, 2)]
-    assert str(Shape(1, 2, 3)) == "1×2×3"
+def test_sizes():
+    assert parse_sizes("512, 16K,3 mb,1G") == [Size(512), Size(16 << 10), Size(3 << 20), Size(1 << 30)]
+    assert [str(Size(n)) for n in (100, 1024, 1536, 3 << 20, 1 << 30)] == ["100 B", "1 KB", "1536 B", "3 MB", "1 GB"]
+    for text in ("", "16K,", "K", "1.5M", "-4", "0", "4T", "16x16"):
+        with pytest.raises(ValueError, match=re.escape(repr(text.split(",")[-1]))):
+            parse_sizes(text)
+    assert bench_reduce.SIZES["sweep"][0] == Size(1 << 10) and bench_reduce.SIZES["sweep"][-1] == Size(256 << 20)
 
 
 @pytest.mark.parametrize("text", ("", "64", "64x32", "64x32x16x8", "64x32x0", "64x-3x16", "64x3.5x16", "8x8x8,", "axbxc"))
@@ -166,6 +172,11 @@ def test_defaults():
     assert bench.parse(["gemm_rs", "--graph"], cuda=True).modes == ["graph"]
     assert bench.parse(["gemm_rs", "--graph", "--eager"], cuda=True).modes == ["eager", "graph"]
     assert bench.parse(["ag_gemm", "--methods", "auto,torch"], cuda=True).methods == ["torch", "auto"]
+    reduce = bench.parse(["all_reduce", "--shapes", "4K,1M"], cuda=True)
+    assert reduce.methods == ["torch", "torch_one_shot", "torch_two_shot", "one_shot", "two_shot", "bulk", "auto"]
+    assert reduce.shapes == [Size(4096), Size(1 << 20)]
+    assert bench.parse(["all_reduce"], cuda=False).methods == ["torch", "one_shot", "two_shot", "bulk", "auto"]
+    assert bench.parse(["all_reduce", "--suite", "sweep"], cuda=True).suite == "sweep"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +192,7 @@ def test_defaults():
         (["--suite", "llama-8b"], "use --suite toy"),
         (["--suite", "toy", "--shapes", "8x8x8"], "not allowed with"),
         (["--suite", "unknown"], "invalid choice"),
+        (["--suite", "sweep"], "use --suite toy"),
     ),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
@@ -301,6 +313,36 @@ def test_no_plot(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def latencies():
+    """A report of all_reduce on four ranks: auto takes the wrong algorithm for the first size, and is slow at the second."""
+    times = {"torch": (20, 64), "torch_two_shot": (10, 51), "one_shot": (5, 90), "bulk": (8, 40), "auto": (8, 80)}
+    results = [
+        Result(size, [Row(name, rounds_ms=[t[i] / 1e3], path="bulk" if name == "auto" else "") for name, t in times.items()])
+        for i, size in enumerate((Size(128 << 10), Size(8 << 20)))
+    ]
+    return bench_reduce.Report("all_reduce", "custom", 4, "graph", "bfloat16", 2, {}, {"gpu": "a GPU"}, results)
+
+
+def test_latencies(capsys, tmp_path):
+    report = latencies()
+    Voice(loud=True).report([report], tmp_path)
+    said = capsys.readouterr().out
+    first, second = (line for line in said.splitlines() if re.match(r"\s+auto ", line))
+    assert all(cell in first for cell in (" 8 ", "2.50", "1.25", " 25 ", "bulk")) and "behind" not in first, first
+    assert all(cell in second for cell in (" 80 ", "0.80", "157", "behind the best peer (0.64×)")), second
+    assert "at least 0.98× on 1 of 2 sizes, worst 0.64× at 8 MB" in said
+    assert "within 1.05× on 0 of 2 sizes, worst 2.00× at 8 MB" in said
+    read = json.loads((tmp_path / "all_reduce-custom-R4-graph.json").read_text())
+    assert [shape["nbytes"] for shape in read["shapes"]] == [128 << 10, 8 << 20]
+    assert read["shapes"][0]["methods"]["auto"]["over_best"] == pytest.approx(10 / 8)
+    assert read["shapes"][0]["limit_ms"] == pytest.approx(1.5 * (128 << 10) / 360e9 * 1e3)
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "all_reduce-custom-R4-graph.png").read_bytes().startswith(b"\x89PNG")
+    for result in report.results:
+        result.rows = [Row("auto")]
+    assert bench_report.plot(report, tmp_path / "other.png") == "no plot: it needs times"
+
+
 # on ranks
 
 
@@ -369,7 +411,7 @@ def run_shape(group, argv, sabotage=None, cuda=False, shape=(16, 32, 64)):
         sabotage()
     run = bench.Bench(bench.parse(argv, cuda), Peers(), torch.device("cpu"))
     run.cuda, run.rounds = cuda, run.asked.rounds if cuda else 1
-    found = run.shape(Shape(*shape))
+    found = run.shape(shape if isinstance(shape, Size) else Shape(*shape))
     fluxlike.finalize()
     return {mode: {row.method: row for row in result.rows} for mode, result in found.items()}, run.bad
 
@@ -389,6 +431,11 @@ def one_value_off():
 
 def nothing_written():
     fluxlike.gemm_rs = lambda x, weight, ctx, out: out
+
+
+def nothing_reduced():
+    """By ours; torch's is as it is."""
+    fluxlike.all_reduce = lambda x, algo: torch.empty_like(x)
 
 
 def nothing_written_ag():
@@ -438,7 +485,13 @@ def test_a_wrong_value_on_one_rank_is_seen_by_all():
 def test_nobody_passes_with_the_result_of_the_one_before(op, sabotage):
     for found, bad in values(ranks.run_fresh(run_shape, 2, argv=[op], sabotage=sabotage)):
         rows = found["eager"]
-        assert bad and {rows[name].status for name in bench.OURS} == {"WRONG"} and rows["reference"].status == "ok"
+        assert bad and {rows[name].status for name in bench_problems.Problem.OURS} == {"WRONG"} and rows["reference"].status == "ok"
+
+
+def test_nobody_passes_with_the_sum_of_the_one_before():
+    for found, bad in values(ranks.run_fresh(run_shape, 2, argv=["all_reduce"], sabotage=nothing_reduced, shape=Size(4096))):
+        rows = found["eager"]
+        assert bad and {rows[name].status for name in bench_reduce.AllReduce.OURS} == {"WRONG"} and rows["torch"].status == "ok"
 
 
 def test_an_exception_on_one_rank_reaches_all():
@@ -468,6 +521,17 @@ def test_times_and_graphs():
                 assert row.status == "ok" and len(row.rounds_ms) == 3 and row.ms > 0 and row.iters == 2, (mode, row)
                 assert (row.host_us is not None) == (mode == "eager")
                 assert row.path.startswith("in_kernel/") == (name in ("in_kernel", "auto"))
+
+
+def test_sizes_timed():
+    argv = ["all_reduce", "--rounds", "2", "--iters", "2"]
+    for found, bad in values(ranks.run_fresh(run_shape, 2, timeout=120, argv=argv, cuda=True, shape=Size(512))):
+        assert not bad, found
+        for mode, rows in found.items():
+            assert rows.pop("torch_one_shot").note.startswith("every rank: ") and rows.pop("torch_two_shot").status == "failed"
+            for name, row in rows.items():
+                assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.error <= row.allowed, (mode, row)
+                assert row.path.startswith({"torch": "", "auto": "one_shot"}.get(name, name))
 
 
 def test_a_graph_that_does_nothing_is_wrong():
@@ -508,44 +572,66 @@ def launch(*arguments):
 
 @pytest.mark.slow
 @pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
-@pytest.mark.parametrize("op", bench.OPS)
+@pytest.mark.parametrize("op", bench_problems.PROBLEMS)
 def test_toy(op, tmp_path):
     done = launch(op, "--suite", "toy", "--rounds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     read = json.loads((tmp_path / f"{op}-toy-R2-eager.json").read_text())
     assert read["ranks"] == 2 and read["environment"]["command"].endswith(f"--rounds 1 --out {tmp_path}")
-    assert [Shape(s["m"], s["n"], s["k"]) for s in read["shapes"]] == list(bench.SUITES["toy"][op])
+    assert [Shape(s["m"], s["n"], s["k"]) for s in read["shapes"]] == list(bench_problems.SUITES["toy"][op])
     for shape in read["shapes"]:
-        assert list(shape["methods"]) == list(bench.CPU_METHODS)
+        assert list(shape["methods"]) == list(bench.methods(bench.KINDS[op], cuda=False))
         for name, facts in shape["methods"].items():
             assert facts["status"] == "ok" and 0 < facts["error"] <= facts["allowed"] < 0.01
             assert facts["ms"] is None and facts["tflops"] is None
             wanted = {"reference": "", "auto": "in_kernel"}.get(name, name)
             assert facts["path"].partition("/")[0] == wanted
     assert f"{op}, suite toy, R=2, bfloat16, eager" in done.stdout
-    assert f"[3/3] {op} {bench.SUITES['toy'][op][2]}" in done.stdout
+    assert f"[3/3] {op} {bench_problems.SUITES['toy'][op][2]}" in done.stdout
     assert "…" not in done.stdout and len(re.findall(r"copy_engine/tma", done.stdout)) == 3
     assert "no plot: it needs times of torch" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
+def test_toy_sizes(tmp_path):
+    done = launch("all_reduce", "--suite", "toy", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    read = json.loads((tmp_path / "all_reduce-toy-R2-eager.json").read_text())
+    assert [shape["nbytes"] for shape in read["shapes"]] == [size.nbytes for size in bench_reduce.SIZES["toy"]]
+    for shape in read["shapes"]:
+        assert all(facts["status"] == "ok" and facts["ms"] is None for facts in shape["methods"].values())
 
 
 # on GPUs
 
 
-def run_on_gpus(group, argv):
+@pytest.mark.gpu
+def test_sizes_on_gpus():
+    argv = ["all_reduce", "--eager", "--graph", "--rounds", "2"]
+    world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
+    for found, bad in ranks.run_ranks(run_on_gpus, world, makes_groups=True, argv=argv, shape=Size(256 << 10)):
+        assert not bad
+        for mode, rows in found.items():
+            for row in rows.values():
+                assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.ms < 10, (mode, row)
+
+
+def run_on_gpus(group, argv, shape=None):
     run = bench.Bench(bench.parse(argv, cuda=True), Peers(), ranks.device())
-    found = run.shape(Shape(1024, 2048, 4096))
+    found = run.shape(shape or Shape(1024, 2048, 4096))
     return {mode: {row.method: row for row in result.rows} for mode, result in found.items()}, run.bad
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", bench.OPS)
+@pytest.mark.parametrize("op", bench_problems.PROBLEMS)
 def test_on_gpus(op):
     argv = [op, "--eager", "--graph", "--rounds", "2"]
     world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
     for found, bad in ranks.run_ranks(run_on_gpus, world, makes_groups=True, argv=argv):
         assert not bad
         for mode, rows in found.items():
-            for name in ("gemm", "torch", *bench.OURS):
+            for name in ("gemm", "torch", *bench_problems.Problem.OURS):
                 row = rows[name]
                 assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.ms < 100, (mode, row)
             assert rows["gemm"].ms < rows["torch"].ms

@@ -1,4 +1,4 @@
-"""`python -m fluxlike bench {gemm_rs,ag_gemm}`: how fast, against what, and how near the limit. Start it with launch.sh.
+"""`python -m fluxlike bench {gemm_rs,ag_gemm,all_reduce}`: how fast, against what, and how near the limit. Start it with launch.sh.
 
 Protocol
 * Shapes M×N×K are of the whole problem: gemm_rs x [M, K/R], weight [N, K/R]; ag_gemm x [M/R, K], weight [N/R, K]. Operands are
@@ -21,7 +21,8 @@ Protocol
 * On the CPU heap the same path runs, with one call for each timing, and times are not reported: an interpreter's mean nothing.
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
-This file: the run and the command line. bench_problems: shapes, operands, truth. bench_peers: agreement. bench_report: output.
+This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce:
+the same for all_reduce, and its report. bench_peers: agreement. bench_report: output.
 """
 
 import argparse
@@ -39,19 +40,14 @@ from typing import Any
 import torch
 
 from ..ops import tuning
-from ..ops.context import SCHEDULES
 from ..runtime import world
 from . import bench_report, command
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, SUITES, TOLERANCE, Call, Problem, indivisible
-from .bench_report import Report, Result, Row, Shape, Voice
+from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, Problem
+from .bench_reduce import AllReduce
+from .bench_report import Report, Result, Row, Voice
 
-OPS = ("gemm_rs", "ag_gemm")
-OURS = (*(name for name in SCHEDULES if name != "auto"), "auto")
-GPU_METHODS = ("gemm", "torch", "async_tp", *OURS)
-CPU_METHODS = ("reference", *OURS)
-#: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
-UNBOUNDED = ("torch", "async_tp", "reference")
+KINDS: dict[str, type[Problem]] = {**PROBLEMS, "all_reduce": AllReduce}
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
@@ -81,9 +77,10 @@ class Method:
     call: Call | None = None
     spoil: Callable[[], Any] | None = None
     graph: Any = None
+    unbounded: bool = False
 
     def failed(self, failure: Failed) -> None:
-        if self.name in UNBOUNDED and not failure.everywhere:
+        if self.unbounded and not failure.everywhere:
             raise Lost(f"{self.name} failed on some ranks only, and the others wait for them: {failure}") from failure
         self.row.status, self.row.note, self.row.rounds_ms = "failed", str(failure), []
 
@@ -97,6 +94,7 @@ class Bench:
         self.dtype = getattr(torch, asked.dtype)
         self.rounds = asked.rounds if self.cuda else min(asked.rounds, 2)
         self.bad = False
+        self.kind = KINDS[asked.op]
         self.budget = Budget(asked.seconds)
         if "async_tp" in asked.methods:
             with contextlib.suppress(ImportError):  # without it the call raises, and its row says so
@@ -114,10 +112,10 @@ class Bench:
 
     # one shape
 
-    def shape(self, shape: Shape) -> dict[str, Result]:
+    def shape(self, shape: Any) -> dict[str, Result]:
         """The results of every mode, or Failed if the operands cannot be made."""
-        problem: Problem = self.peers.attempt(lambda: PROBLEMS[self.asked.op](shape, self.dtype, self.device, self.peers))
-        methods = [Method(name, Row(name), spoil=problem.spoil) for name in self.asked.methods]
+        problem: Problem = self.peers.attempt(lambda: self.kind(shape, self.dtype, self.device, self.peers))
+        methods = [Method(name, Row(name), spoil=problem.spoil, unbounded=name in problem.UNBOUNDED) for name in self.asked.methods]
         try:
             self.peers.attempt(problem.know_torch)
         except Failed as failure:
@@ -126,7 +124,7 @@ class Bench:
             raise
         for method in methods:
             try:
-                if method.name in OURS:
+                if method.name in problem.OURS:
                     method.context = self.peers.attempt(functools.partial(problem.context, method.name))
                 method.call = problem.call(method.name, method.context)
                 self.first(method)
@@ -139,7 +137,8 @@ class Bench:
         for method in methods:
             if method.context is not None:
                 method.context.close()
-        self.bad |= any(r.status == "WRONG" or (r.status == "failed" and r.method in OURS) for f in found.values() for r in f.rows)
+        rows = [row for result in found.values() for row in result.rows]
+        self.bad |= any(row.status == "WRONG" or (row.status == "failed" and row.method in problem.OURS) for row in rows)
         return found
 
     def begin_again(self, problem: Problem, methods: Sequence[Method]) -> None:
@@ -306,14 +305,15 @@ class Bench:
         }  # fmt: skip
         stamp = bench_report.environment(arguments) if loud else {}
         suite, itemsize = "custom" if asked.shapes else asked.suite, self.dtype.itemsize
-        reports = {
-            mode: Report(asked.op, suite, self.peers.size, mode, asked.dtype, itemsize, protocol, stamp) for mode in asked.modes
+        reports: dict[str, Report] = {
+            mode: self.kind.REPORT(asked.op, suite, self.peers.size, mode, asked.dtype, itemsize, protocol, stamp)
+            for mode in asked.modes
         }
-        shapes: list[Shape] = asked.shapes or list(SUITES[asked.suite][asked.op])
+        shapes: list[Any] = asked.shapes or list(self.kind.SUITES[asked.suite])
         with voice.progress(len(shapes)) as advance:
             for i, shape in enumerate(shapes):
                 begun = time.monotonic()
-                why = indivisible(asked.op, shape, self.peers.size)
+                why = self.kind.unfit(shape, self.peers.size)
                 if why is None and self.peers.gather(self.budget.spent())[0]:
                     why = f"{asked.seconds:g} seconds have passed"
                 text = f"skipped: {why}"
@@ -343,6 +343,11 @@ class Bench:
 # the command line
 
 
+def methods(kind: type[Problem], cuda: bool) -> tuple[str, ...]:
+    """All that an operation is computed with on a machine with GPUs, or without."""
+    return (*(kind.ON_GPUS if cuda else kind.ON_CPUS), *kind.OURS)
+
+
 def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     """The arguments, with ``modes``, ``methods``, ``shapes`` and ``iters`` made ready; ends the process if they are no use."""
     parser = command.Parser(
@@ -350,13 +355,14 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
         epilog="Exit status: 1 if a result is wrong or a schedule of fluxlike failed. The protocol is in the module's docstring.",
     )
-    parser.add_argument("op", choices=OPS)
-    command.add_shapes(parser)
+    parser.add_argument("op", choices=list(KINDS))
+    command.add_shapes(parser, suites=dict.fromkeys(name for kind in KINDS.values() for name in kind.SUITES))
     parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
     parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each method (7)")
     parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
-    parser.add_argument("--methods", help=f"some of {','.join(GPU_METHODS if cuda else CPU_METHODS)} (all)")
+    several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in KINDS.items())
+    parser.add_argument("--methods", help=f"some of {several} (all)")
     parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
     command.add_dtype(parser)
     parser.add_argument("--seconds", type=float, help="begin no new shape after so many seconds")
@@ -369,13 +375,13 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     if asked.graph and not cuda:
         parser.error("--graph needs GPUs: the CPU heap has no CUDA graphs; leave it out")
     asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
-    possible = GPU_METHODS if cuda else CPU_METHODS
+    possible = methods(KINDS[asked.op], cuda)
     names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(possible)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
     asked.methods = [name for name in possible if name in names]
-    command.choose_suite(parser, asked, cuda)
+    command.choose_suite(parser, asked, cuda, KINDS[asked.op])
     return asked
 
 

@@ -2,16 +2,17 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import fluxlike
 
+from ..ops.context import SCHEDULES
 from .bench_peers import Peers
-from .bench_report import Shape
+from .bench_report import Report, Shape
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 256, 512
 TOLERANCE = 1.5
@@ -77,9 +78,8 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
 }
 
 
-def indivisible(op: str, shape: Shape, ranks: int) -> str | None:
-    """Why a shape cannot be split over the ranks, if it cannot."""
-    sizes = {"M": shape.m, "K": shape.k} if op == "gemm_rs" else {"M": shape.m, "N": shape.n}
+def indivisible(ranks: int, **sizes: int) -> str | None:
+    """Which of these sizes cannot be split over the ranks, if any."""
     bad = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
     return f"R={ranks} does not divide {' and '.join(bad)}" if bad else None
 
@@ -104,16 +104,36 @@ def _sums(k: int) -> float:
 class Problem(ABC):
     """One shape on this rank: operands, buffers, the ways to compute it, and the truth on a sample of the result."""
 
+    #: Methods of this library, whose contexts `context` makes; the others, for GPUs and without.
+    OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
+    ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
+    ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
+    #: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
+    UNBOUNDED: ClassVar[tuple[str, ...]] = ("torch", "async_tp", "reference")
+    REPORT: ClassVar[type[Report]] = Report
+    #: Shapes by the name of their suite.
+    SUITES: ClassVar[Mapping[str, Sequence[Any]]]
     out: torch.Tensor
+    terms: int  # of each sum on one rank
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
-        self.shape, self.dtype, self.device, self.peers = shape, dtype, device, peers
+        self.shape, self.dtype, self.device, self.peers, self.terms = shape, dtype, device, peers, shape.k
         self.generator = torch.Generator(device=device).manual_seed(1234 + peers.rank)
         choice = torch.Generator().manual_seed(5)  # the same sample on every rank
         share = shape.m // peers.size
         self.picked = torch.randperm(share, generator=choice)[: max(1, SAMPLE_ROWS // peers.size)].to(device)
         self.rows = torch.cat([self.picked + rank * share for rank in range(peers.size)])
         self.choice = choice
+
+    @staticmethod
+    def parse(text: str) -> list[Any]:
+        """From the text of --shapes; ValueError names the part that is none."""
+        return list(parse_shapes(text))
+
+    @classmethod
+    @abstractmethod
+    def unfit(cls, shape: Any, ranks: int) -> str | None:
+        """Why a shape cannot be split over the ranks, if it cannot."""
 
     def columns(self, n: int) -> torch.Tensor:
         return torch.randperm(n, generator=self.choice)[:SAMPLE_COLUMNS].to(self.device)
@@ -161,13 +181,19 @@ class Problem(ABC):
         got, truth = self.sample(method, result)
         size = truth.square().mean().sqrt().item()
         error = (got - truth).square().mean().sqrt().item() / size
-        ranks, k = self.peers.size, self.shape.k
+        ranks, k = self.peers.size, self.terms
         if method in ("torch", "gemm"):
             return error, sane_error(self.dtype, ranks, k)
         return error, allowed_error(self.torch_error, self.dtype, ranks, k)
 
 
 class GemmRS(Problem):
+    SUITES: ClassVar = {name: suite["gemm_rs"] for name, suite in SUITES.items()}
+
+    @classmethod
+    def unfit(cls, shape: Any, ranks: int) -> str | None:
+        return indivisible(ranks, M=shape.m, K=shape.k)
+
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
         super().__init__(shape, dtype, device, peers)
         (m, n, k), ranks = shape, peers.size
@@ -215,6 +241,12 @@ class GemmRS(Problem):
 
 
 class AGGemm(Problem):
+    SUITES: ClassVar = {name: suite["ag_gemm"] for name, suite in SUITES.items()}
+
+    @classmethod
+    def unfit(cls, shape: Any, ranks: int) -> str | None:
+        return indivisible(ranks, M=shape.m, N=shape.n)
+
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
         super().__init__(shape, dtype, device, peers)
         (m, n, k), ranks = shape, peers.size

@@ -74,7 +74,7 @@ class Derived:
 class Result:
     """One shape in one mode."""
 
-    shape: Shape
+    shape: Any  # `Shape`, or what another operation has instead
     rows: list[Row]
 
 
@@ -144,7 +144,7 @@ class Report:
     def times(self, result: Result) -> dict[str, float | None]:
         return {row.method: row.ms for row in result.rows}
 
-    def derived(self, result: Result) -> dict[str, Derived]:
+    def derived(self, result: Result) -> dict[str, Any]:
         return derive(self.op, result.shape, self.ranks, self.itemsize, self.times(result))
 
     def limit(self, result: Result) -> float | None:
@@ -165,6 +165,69 @@ class Report:
             shapes.append({**result.shape._asdict(), "limit_ms": self.limit(result), "methods": methods})
         head = {key: getattr(self, key) for key in ("op", "suite", "ranks", "mode", "dtype", "protocol", "environment", "left_out")}
         return _finite(head | {"shapes": shapes})
+
+    # what is particular to products; other operations have reports of their own
+
+    def columns(self) -> Sequence[str]:
+        """The heads of the table but the last; `cells` gives what stands between the second and the last two."""
+        return ("M×N×K", "method", "ms", "min–max", "TFLOP/s", "× torch", "E", "T/T*", "host µs", "error/allowed")
+
+    def cells(self, row: Row, derived: Any) -> list[str]:
+        ms = row.rounds_ms
+        return [
+            row.status if row.status != "ok" else cell(row.ms, ".4g"),
+            f"{min(ms):.4g}–{max(ms):.4g}" if ms else NONE,
+            cell(derived.tflops, ".0f"),
+            cell(derived.speedup, ".2f"),
+            cell(derived.efficiency, ".2f"),
+            cell(derived.over_limit, ".2f"),
+        ]
+
+    def behind(self, result: Result) -> float | None:
+        """Speed of auto over the best peer."""
+        return against_peers(self.times(result))
+
+    def compared(self) -> list[str]:
+        """Where auto stands."""
+        ratios = {str(r.shape): ratio for r in self.results if (ratio := self.behind(r)) is not None}
+        if not ratios:
+            return []
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        ahead = sum(ratio >= TOLERATED for ratio in ratios.values())
+        return [
+            f"auto against the best of {' and '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {len(ratios)} shapes, "
+            f"worst {ratios[worst]:.2f}× at {worst}"
+        ]
+
+    def title(self) -> str:
+        stamp = self.environment
+        place = " · ".join(str(stamp[key]) for key in ("gpu", "commit", "date") if stamp.get(key))
+        return f"{self.op}, {self.suite}, R={self.ranks}, {self.dtype}, {self.mode}\n{place}"
+
+    def drawable(self) -> str | None:
+        """Why there is nothing to draw, if so."""
+        return None if any(self.times(result).get("torch") for result in self.results) else "no plot: it needs times of torch"
+
+    def draw(self, figure: Any) -> None:
+        """Speed-up over torch, a bar a method, with the limit marked."""
+        drawn = [(result, times) for result in self.results if (times := self.times(result)).get("torch")]
+        methods = [m for m in drawn[0][1] if m not in ("gemm", "torch") and any(times.get(m) for _, times in drawn)]
+        width = 0.8 / max(1, len(methods))
+        figure.set_size_inches(max(6.0, 1.5 + 0.35 * (len(methods) + 1) * len(drawn)), 4.5)
+        axes = figure.subplots()
+        for i, method in enumerate(methods):
+            heights = [self.derived(result)[method].speedup or 0.0 for result, _ in drawn]
+            axes.bar([j - 0.4 + width * (i + 0.5) for j in range(len(drawn))], heights, width, label=method)
+        for j, (result, times) in enumerate(drawn):
+            limit = self.limit(result)
+            if limit:
+                label = "limit T*" if j == 0 else None
+                axes.hlines((times["torch"] or 0.0) / limit, j - 0.42, j + 0.42, colors="black", linewidth=1.5, label=label)
+        axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--", label="torch")
+        axes.set_xticks(range(len(drawn)), [str(result.shape) for result, _ in drawn], rotation=30, ha="right", fontsize=8)
+        axes.set_ylabel("speed-up over torch")
+        axes.set_title(self.title(), fontsize=9)
+        axes.legend(fontsize=8, ncols=4)
 
     def save(self, directory: Path) -> Path:
         """The JSON; whole or not at all, so that it can be written again after each shape."""
@@ -187,7 +250,7 @@ def _finite(value: Any) -> Any:
 # the table
 
 
-def _cell(value: float | None, form: str) -> str:
+def cell(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
@@ -203,26 +266,18 @@ def table(report: Report) -> Any:
     rich_table, box = importlib.import_module("rich.table"), importlib.import_module("rich.box")
     title = f"{report.op}, suite {report.suite}, R={report.ranks}, {report.dtype}, {report.mode}"
     made = rich_table.Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("M×N×K", overflow="fold")
-    made.add_column("method", overflow="fold")
-    for head in ("ms", "min–max", "TFLOP/s", "× torch", "E", "T/T*", "host µs", "error/allowed"):
-        made.add_column(head, justify="right", overflow="fold")
+    for i, head in enumerate(report.columns()):
+        made.add_column(head, justify="left" if i < 2 else "right", overflow="fold")
     made.add_column("", overflow="fold")
     for result in report.results:
-        derived, behind = report.derived(result), against_peers(report.times(result))
+        derived, behind = report.derived(result), report.behind(result)
         for i, row in enumerate(result.rows):
-            d, ms = derived[row.method], row.rounds_ms
             known = row.error is not None and row.allowed
             made.add_row(
                 str(result.shape) if i == 0 else "",
                 row.method,
-                row.status if row.status != "ok" else _cell(row.ms, ".4g"),
-                f"{min(ms):.4g}–{max(ms):.4g}" if ms else NONE,
-                _cell(d.tflops, ".0f"),
-                _cell(d.speedup, ".2f"),
-                _cell(d.efficiency, ".2f"),
-                _cell(d.over_limit, ".2f"),
-                _cell(row.host_us, ".0f"),
+                *report.cells(row, derived[row.method]),
+                cell(row.host_us, ".0f"),
                 f"{row.error / row.allowed:.2f}" if known else NONE,  # type: ignore[operator]
                 importlib.import_module("rich.text").Text(_note(row, behind)),
                 end_section=i == len(result.rows) - 1,
@@ -232,52 +287,24 @@ def table(report: Report) -> Any:
 
 def summary(report: Report) -> list[str]:
     """Where auto stands, and all that is wrong or was left out, one line each."""
-    lines = []
-    ratios = {str(r.shape): ratio for r in report.results if (ratio := against_peers(report.times(r))) is not None}
-    if ratios:
-        worst = min(ratios, key=lambda shape: ratios[shape])
-        ahead = sum(ratio >= TOLERATED for ratio in ratios.values())
-        lines.append(
-            f"auto against the best of {' and '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {len(ratios)} shapes, "
-            f"worst {ratios[worst]:.2f}× at {worst}"
-        )
+    lines = report.compared()
     for result in report.results:
         lines += [f"{row.status}: {row.method} at {result.shape}: {row.note}" for row in result.rows if row.status != "ok"]
     lines += [f"left out: {item['shape']}: {item['why']}" for item in report.left_out]
     return lines
 
 
-# the plot
-
-
 def plot(report: Report, path: Path) -> str | None:
-    """Speed-up over torch, a bar a method, with the limit marked; a reason instead of a file where there is none to draw."""
-    drawn = [(result, self_times) for result in report.results if (self_times := report.times(result)).get("torch")]
-    if not drawn:
-        return "no plot: it needs times of torch"
+    """The picture of a report; a reason instead of a file where there is none to draw."""
+    why = report.drawable()
+    if why is not None:
+        return why
     try:
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError:
         return "no plot: matplotlib is missing; python -m pip install matplotlib"
-    methods = [m for m in drawn[0][1] if m not in ("gemm", "torch") and any(times.get(m) for _, times in drawn)]
-    width = 0.8 / max(1, len(methods))
-    figure = figure_module.Figure(figsize=(max(6.0, 1.5 + 0.35 * (len(methods) + 1) * len(drawn)), 4.5), layout="constrained")
-    axes = figure.subplots()
-    for i, method in enumerate(methods):
-        heights = [report.derived(result)[method].speedup or 0.0 for result, _ in drawn]
-        axes.bar([j - 0.4 + width * (i + 0.5) for j in range(len(drawn))], heights, width, label=method)
-    for j, (result, times) in enumerate(drawn):
-        limit = report.limit(result)
-        if limit:
-            label = "limit T*" if j == 0 else None
-            axes.hlines((times["torch"] or 0.0) / limit, j - 0.42, j + 0.42, colors="black", linewidth=1.5, label=label)
-    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--", label="torch")
-    axes.set_xticks(range(len(drawn)), [str(result.shape) for result, _ in drawn], rotation=30, ha="right", fontsize=8)
-    axes.set_ylabel("speed-up over torch")
-    stamp = report.environment
-    place = " · ".join(str(stamp[key]) for key in ("gpu", "commit", "date") if stamp.get(key))
-    axes.set_title(f"{report.op}, {report.suite}, R={report.ranks}, {report.dtype}, {report.mode}\n{place}", fontsize=9)
-    axes.legend(fontsize=8, ncols=4)
+    figure = figure_module.Figure(layout="constrained")
+    report.draw(figure)
     figure.savefig(path, dpi=150)
     return None
 

@@ -4,13 +4,13 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import fluxlike
 
 from .bench_peers import Lost
-from .bench_problems import SUITES, parse_shapes
+from .bench_problems import SUITES, Problem
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,31 +26,33 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
 
 
-def add_shapes(parser: argparse.ArgumentParser, more: str = "") -> None:
+def add_shapes(parser: argparse.ArgumentParser, more: str = "", suites: Iterable[str] = SUITES) -> None:
     """``--suite`` and ``--shapes``, of which one may be given; `read_shapes` and `choose_suite` make them ready."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--suite", choices=list(SUITES), help=f"{more}default: headline on GPUs, toy without")
+    which.add_argument("--suite", choices=list(suites), help=f"{more}default: headline on GPUs, toy without")
     which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
 
 
-def read_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+def read_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace, kind: type[Problem] = Problem) -> None:
     """``asked.shapes`` from text to what it says; ends the process if it is no list of shapes."""
     if asked.shapes:
         try:
-            asked.shapes = parse_shapes(asked.shapes)
+            asked.shapes = kind.parse(asked.shapes)
         except ValueError as error:
             parser.error(f"--shapes: {error}")
 
 
-def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cuda: bool) -> None:
+def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cuda: bool, kind: type[Problem]) -> None:
     """`read_shapes`, and a suite where neither was asked for; ends the process if this machine cannot do it."""
-    read_shapes(parser, asked)
+    read_shapes(parser, asked, kind)
     if asked.shapes:
         return
     if asked.suite is None:
         asked.suite = "headline" if cuda else "toy"
     elif asked.suite != "toy" and not cuda:
         parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite toy, or small --shapes")
+    elif asked.suite not in kind.SUITES:
+        parser.error(f"--suite {asked.suite} is none of {asked.op}'s, which are {', '.join(kind.SUITES)}")
 
 
 def lacks(tool: str, package: str, install: str = "") -> bool:

@@ -14,7 +14,7 @@ from ..ops import trace as tracing
 from ..runtime import world
 from . import command, trace_events, trace_report
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, Problem, indivisible
+from .bench_problems import PROBLEMS, Problem
 from .bench_report import Shape, environment
 
 #: Whose kernels write down their times: those of stream_k do not.
@@ -91,7 +91,7 @@ class Tracer:
         stamp = environment(arguments, "trace") if loud else {}
         status = 0
         for shape in asked.shapes or [GPU_SHAPES[asked.op] if self.device.type == "cuda" else cpu_shape(asked.op, self.peers.size)]:
-            why = indivisible(asked.op, shape, self.peers.size)
+            why = PROBLEMS[self.asked.op].unfit(shape, self.peers.size)
             try:
                 if why is not None:
                     raise Failed([why] * self.peers.size)

@@ -27,10 +27,10 @@ from ..ops import choice, tuned, tuning
 from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
-from . import bench, command
+from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
-from .bench_problems import PROBLEMS, SUITES, Problem, indivisible
+from .bench_problems import PROBLEMS, Problem
 from .bench_report import Row, Shape, Voice
 
 ROUNDS = 5
@@ -119,9 +119,9 @@ class Tuner:
         """Everything; the exit status. Rank 0 speaks and writes."""
         asked, peers = self.asked, self.peers
         voice, bad = Voice(peers.rank == 0), False
-        shapes: list[Shape] = asked.shapes or list(SUITES[asked.suite][asked.op])
+        shapes: list[Shape] = asked.shapes or list(PROBLEMS[asked.op].SUITES[asked.suite])
         for i, shape in enumerate(shapes):
-            why = indivisible(asked.op, shape, peers.size)
+            why = PROBLEMS[asked.op].unfit(shape, peers.size)
             if why is None and peers.gather(self.budget.spent())[0]:
                 why = f"{asked.budget:g} seconds have passed"
             head = f"[{i + 1}/{len(shapes)}] {asked.op} {shape} {asked.dtype} R={peers.size}"
@@ -233,7 +233,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         epilog="Exit status: 1 if a candidate failed or was wrong, or nothing could be written. See docs/tune.md.",
     )
     ops = parser.add_subparsers(dest="op", required=True)
-    for op in bench.OPS:
+    for op in PROBLEMS:
         one = ops.add_parser(op, help=f"tune {op}")
         command.add_shapes(one, "shapes of bench; ")
         command.add_dtype(one)
@@ -250,7 +250,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     for name in ("rounds", "most"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
-    command.choose_suite(parser, asked, cuda)
+    command.choose_suite(parser, asked, cuda, PROBLEMS[asked.op])
     return asked
 
 
