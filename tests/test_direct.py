@@ -1,15 +1,20 @@
 """Launches through the driver, one that only writes down what it is told: parameters lie where a kernel reads them."""
 
+import contextlib
 import ctypes
+import re
 import struct
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxlike.ops.context import Context
 from fluxlike.runtime import cuda, direct
+from fluxlike.runtime import driver as driver_module
 from fluxlike.runtime.launches import Launch
 
 SIGNATURE = {"x": "*bf16", "w": "tensordesc<bf16[64,32]>", "m": "i32", "big": "i64", "one": "constexpr", "BM": "constexpr"}
@@ -19,7 +24,7 @@ META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 32], "
 
 
 class Driver:
-    """cuFuncGetParamInfo, cuTensorMapEncodeTiled and cuLaunchKernel; ``launches``: (shape, stream, the bytes of the parameters)."""
+    """Part of libcuda; ``launches``: (shape, stream, the bytes of the parameters)."""
 
     def __init__(self, places=PLACES):
         self.places, self.launches, self.encoded, self.result = places, [], 0, 0
@@ -40,6 +45,10 @@ class Driver:
         self.encoded += 1
         return self.result
 
+    def cuGetErrorName(self, result, name):
+        name._obj.value = b"CUDA_ERROR_OF_THE_TEST"
+        return 0
+
     def cuLaunchKernel(self, function, *rest):
         *shape, stream, params, extra = rest
         assert function == 1234 and params is None
@@ -52,7 +61,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     made = Driver()
-    monkeypatch.setattr(direct, "driver", lambda: made)
+    for module in (direct, driver_module):
+        monkeypatch.setattr(module, "library", lambda: made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
     return made
 
@@ -125,9 +135,9 @@ def test_a_driver_that_refuses(driver):
     run, w = launch(), matrix()
     run((matrix(), w))
     driver.result = 700
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with CUDA error 700"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with CUDA_ERROR_OF_THE_TEST"):
         run((matrix(), w))
-    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled failed with CUDA error 700 for \[100, 48\]"):
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled for \[100, 48\] with strides \[48, 1\] failed with CUDA_ERROR"):
         run((matrix(), matrix()))
 
 
@@ -168,59 +178,53 @@ def test_a_launch_keeps_no_tensor_alive():
 class Graphs:
     """What the copy engine asks of the driver: ``done`` is what was queued or launched, ``alive`` the graphs that are there."""
 
-    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1)
-
     def __init__(self):
-        self.done, self.alive, self.captured, self.made = [], {}, None, 0
+        self.done, self.alive, self.recorded, self.made = [], {}, None, 0
 
     def job(self, name):
-        (self.done if self.captured is None else self.captured).append(name)
+        (self.done if self.recorded is None else self.recorded).append(name)
 
-    def cuStreamBeginCapture(self, stream, mode):
-        self.captured = []
-        return (0,)
+    def write_operation(self, address, value):
+        return address, value
 
-    def cuStreamEndCapture(self, stream):
-        graph, self.captured = self.captured, None
-        return 0, graph
+    def batch(self, stream, operations):
+        self.job(tuple(operations))
 
-    def cuGraphInstantiate(self, graph, flags):
+    def captured(self, stream, jobs):
+        self.recorded = []
+        jobs()
         self.made += 1
-        self.alive[self.made] = graph
-        return 0, self.made
+        self.alive[self.made], self.recorded = self.recorded, None
+        return self.made
 
-    def cuGraphDestroy(self, graph):
-        return (0,)
+    def launch_graph(self, executable, stream):
+        self.done.append(("graph", *self.alive[executable]))
 
-    def cuGraphLaunch(self, instance, stream):
-        self.done.append(("graph", *self.alive[instance]))
-        return (0,)
-
-    def cuGraphExecDestroy(self, instance):
-        del self.alive[instance]
-        return (0,)
+    def destroy_graph(self, executable):
+        del self.alive[executable]
 
 
 @pytest.fixture
 def engine(monkeypatch):
     made = object.__new__(cuda.CudaCopyEngine)
-    made._cu, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    made.graphs, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    monkeypatch.setattr(cuda, "driver", made.graphs)
     made.capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     return made
 
 
 def queue(engine, key, name):
-    jobs = lambda: engine._cu.job(name)  # noqa: E731
+    jobs = lambda: engine.graphs.job(name)  # noqa: E731
     engine.queue(key, jobs)
     engine.remember(key, jobs)
-    return engine._cu.done.pop()
+    return engine.graphs.done.pop()
 
 
 def test_copies_that_come_again_become_a_graph(engine):
     assert [queue(engine, "a", "a") for _ in range(4)] == ["a", "a", ("graph", "a"), ("graph", "a")]
     assert [queue(engine, None, "b") for _ in range(4)] == ["b"] * 4, "memory that may be gone was put into a graph"
-    assert len(engine._cu.alive) == 1 and engine._cu.done == []
+    assert len(engine.graphs.alive) == 1 and engine.graphs.done == []
 
 
 def test_no_graph_is_made_or_launched_within_a_capture(engine):
@@ -232,14 +236,23 @@ def test_no_graph_is_made_or_launched_within_a_capture(engine):
     assert queue(engine, "a", "a") == "a"
 
 
+def test_what_was_written_last_is_in_the_graph(engine):
+    def jobs():
+        engine.write(8, 1)
+
+    for _ in range(3):
+        engine.queue("a", jobs)
+        engine.remember("a", jobs)
+    assert engine.graphs.done == [((8, 1),), ((8, 1),), ("graph", ((8, 1),))] and engine._batch == []
+
+
 def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
     engine._stream = "side"
-    engine._cu.cuStreamBatchMemOp = lambda raw, count, batch, flags: (engine._cu.job(tuple(batch)), (0,))[1]
-    event = SimpleNamespace(record=lambda stream: engine._cu.job(("event", stream)))
+    event = SimpleNamespace(record=lambda stream: engine.graphs.job(("event", stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
     engine._batch += ["write", "wait"]
     assert engine.stamp() is event
-    assert engine._cu.done == [("write", "wait"), ("event", "side")] and engine._batch == []
+    assert engine.graphs.done == [("write", "wait"), ("event", "side")] and engine._batch == []
 
 
 @pytest.mark.parametrize("traced", (False, True))
@@ -259,6 +272,149 @@ def test_graphs_are_bounded_and_freed(engine):
     for key in range(cuda.GRAPHS + 3):
         for _ in range(2):
             queue(engine, key, key)
-    assert len(engine._cu.alive) == len(engine._graphs) == cuda.GRAPHS and 0 not in engine._graphs
+    assert len(engine.graphs.alive) == len(engine._graphs) == cuda.GRAPHS and 0 not in engine._graphs
     engine.close()
-    assert engine._cu.alive == {} == engine._graphs
+    assert engine.graphs.alive == {} == engine._graphs
+
+
+HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
+
+
+def c_type(text):
+    """What C calls by ``text``: of 4 bytes for what is a small number or the name of an enumeration, of 8 for the rest."""
+    wide = "*" in text or text in ("size_t", "cuuint64_t", "unsigned long long", "CUdeviceptr", "CUarray")
+    wide = wide or text in ("CUstream", "CUfunction", "CUgraph", "CUgraphExec")
+    return ctypes.c_uint64 if wide else ctypes.c_uint32
+
+
+def structure(name):
+    """The structure of cuda.h, laid out by ctypes. Its union of two numbers is the wider one."""
+    text = re.search(rf"struct {name} {{(.*?)}} ?[A-Z]?\w+;", HEADER.read_text(), re.S)[1]
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S).replace("union {", "")
+    fields = [field.strip().rpartition(" ") for field in text.split(";") if field.strip() not in ("", "}")]
+    kinds = {what: c_type(kind + ("*" if "*" in what else "")) for kind, _, what in fields}
+    if "value64" in kinds:
+        kinds = {what: kinds["value64"] if what == "value" else kind for what, kind in kinds.items() if what != "value64"}
+    return type(name, (ctypes.Structure,), {"_fields_": [(what.lstrip("*"), kind) for what, kind in kinds.items()]})
+
+
+def test_structures_are_those_of_cuda_h(driver):
+    made = {}
+    driver.cuMemcpy2DAsync_v2 = lambda described, stream: made.update(copy=(described, stream)) or 0
+    driver.cuStreamBatchMemOp_v2 = lambda *args: made.update(batch=args) or 0
+    driver_module.copy_2d(5, 3 << 40, 44, 1 << 40, 22, 55, 66)
+    described, stream = made["copy"]
+    copy = structure("CUDA_MEMCPY2D_st").from_buffer_copy(described)
+    facts = {what: value for what, _ in copy._fields_ if (value := getattr(copy, what))}
+    assert len(described) == ctypes.sizeof(copy) and stream == 5
+    right = dict(srcMemoryType=4, srcDevice=1 << 40, srcPitch=22, dstMemoryType=4, dstDevice=3 << 40, dstPitch=44)
+    assert facts == right | dict(WidthInBytes=55, Height=66)
+    operations = [driver_module.wait_operation((1 << 45) + 8, 77), driver_module.write_operation(1 << 46, 2**32 - 1)]
+    driver_module.batch(6, operations)
+    stream, count, memory, flags = made["batch"]
+    assert (stream, count, len(memory), flags) == (6, 2, 2 * 48, 0)
+    for at, kind, right in ((0, "Wait", (1, (1 << 45) + 8, 77, 0, 0)), (48, "Write", (2, 1 << 46, 2**32 - 1, 0, 0))):
+        one = structure(f"CUstreamMemOp{kind}ValueParams_st").from_buffer_copy(memory, at)
+        assert tuple(getattr(one, what) for what, _ in one._fields_) == right
+    assert "cuuint64_t pad[6];" in HEADER.read_text(), "an operation of a batch is not of 48 bytes"
+
+
+def test_functions_and_numbers_are_those_of_cuda_h():
+    """Also that each function is the version that C programs get, and takes the numbers at their width."""
+    text = HEADER.read_text()
+    newest = dict(re.findall(r"# *define (cu[A-Z]\w+) +(?:__CUDA_API_\w+\()?(cu[A-Z]\w+)", text))
+    names = {version: name for name, version in newest.items()}
+    for function, types in driver_module._TYPES.items():
+        name = names.get(function, function)
+        assert newest.get(name, name) == function
+        taken = re.search(rf"CUresult CUDAAPI {name}\((.*?)\);", text, re.S)[1].split(",")
+        kinds = [c_type(one.rpartition("*")[0] + "*" if "*" in one else one.strip().rpartition(" ")[0]) for one in taken]
+        assert [ctypes.sizeof(kind) for kind in types] == [ctypes.sizeof(kind) for kind in kinds], function
+    for name, value in (
+        ("STREAM_NON_BLOCKING", driver_module.NON_BLOCKING),
+        ("STREAM_CAPTURE_MODE_THREAD_LOCAL", driver_module.THREAD_LOCAL),
+        ("STREAM_WAIT_VALUE_GEQ", 0),
+        ("STREAM_WRITE_VALUE_DEFAULT", 0),
+        ("STREAM_MEM_OP_WAIT_VALUE_32", 1),
+        ("STREAM_MEM_OP_WRITE_VALUE_32", 2),
+        ("MEMORYTYPE_UNIFIED", 4),
+    ):
+        assert int(re.search(rf"\bCU_{name} *= *(\w+)", text)[1], 0) == value, name
+
+
+def test_words_that_the_executor_writes(driver, monkeypatch):
+    """`write` goes to the current stream; `post` to one of the executor's own, and waits for it."""
+    calls = []
+    driver.cuStreamWriteValue32_v2 = lambda *args: calls.append(args) or 0
+    driver.cuStreamSynchronize = lambda stream: calls.append(("synchronize", stream)) or 0
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor._posts = torch.device("cuda", 1), 9
+    executor.write(1 << 45, 3)
+    executor.post([1 << 46, 8], 2)
+    assert calls == [(71, 1 << 45, 3, 0), (9, 1 << 46, 2, 0), (9, 8, 2, 0), ("synchronize", 9)]
+    driver.cuStreamWriteValue32_v2 = lambda *args: 700
+    with pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed with CUDA_ERROR_OF_THE_TEST"):
+        executor.write(8, 1)
+
+
+class Calls:
+    """libcuda, whose calls write down their names and end with an error where ``failing`` says so."""
+
+    def __init__(self, failing):
+        self.failing, self.names = failing, []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.names.append(name)
+            if name == "cuGraphInstantiateWithFlags":
+                args[0]._obj.value = 9
+            return 700 if name in self.failing else 0
+
+        return call
+
+
+CAPTURE = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy"]
+
+
+@pytest.mark.parametrize(("failing", "calls"), [(None, 4), *zip(CAPTURE, (1, 2, 4, 4), strict=True)])
+def test_a_capture_and_its_errors(failing, calls, monkeypatch):
+    """The graph is freed also if it cannot be made executable."""
+    made = Calls([failing])
+    monkeypatch.setattr(driver_module, "library", lambda: made)
+    jobs = lambda: made.names.append("jobs")  # noqa: E731
+    if failing:
+        with pytest.raises(RuntimeError, match=failing.split("WithFlags")[0].removesuffix("_v2") + " failed with CUDA error 700"):
+            driver_module.captured(3, jobs)
+        made.names.remove("cuGetErrorName")
+    else:
+        assert driver_module.captured(3, jobs) == 9
+    assert made.names == [CAPTURE[0], "jobs", *CAPTURE[1:]][: calls + (calls > 1)]
+
+
+def test_what_is_captured_raises_its_own_error(monkeypatch):
+    """And the capture is over: the stream would be of no use."""
+    made = Calls(["cuStreamEndCapture"])
+    monkeypatch.setattr(driver_module, "library", lambda: made)
+
+    def jobs():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        driver_module.captured(3, jobs)
+    assert made.names == CAPTURE[:2]
+
+
+@pytest.mark.parametrize("found", (True, False))
+def test_a_driver_that_is_missing_or_old(found, monkeypatch):
+    driver_module.library.cache_clear()
+
+    def load(name):
+        if not found:
+            raise OSError(f"{name}: cannot open shared object file")
+        return SimpleNamespace()
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(RuntimeError, match=r"missing, or older than that of CUDA 12\.4 .*(libcuda|cuLaunchKernel).*; install"):
+        driver_module.library()

@@ -1,7 +1,6 @@
 """Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from . import env, nvshmem
+from . import driver, env, nvshmem
 from .control import ControlGroup
 from .direct import DirectLaunch, NotKnown
 from .heap import Segment
@@ -22,32 +21,6 @@ MAX_PITCH = 2**31 - 1
 #: Graphs of copies that a context keeps.
 GRAPHS = 128
 _AS_IT_IS = contextlib.nullcontext()
-
-
-def _driver() -> Any:
-    from cuda.bindings import driver
-
-    return driver
-
-
-def _check(result: tuple, what: str) -> None:
-    if int(result[0]) != 0:
-        raise RuntimeError(f"{what} failed with {result[0]!r}; see `python -m fluxlike doctor` for the driver and its versions")
-
-
-@functools.lru_cache(maxsize=4096)
-def _memory_operation(kind: str, address: int, value: int) -> Any:
-    """An entry of a batch: ``kind`` "wait" (for at least ``value``) or "write". Kept, because making one takes 30 µs."""
-    cu = _driver()
-    operation = cu.CUstreamBatchMemOpParams()
-    if kind == "wait":
-        one, flags = operation.waitValue, cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
-        one.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
-    else:
-        one, flags = operation.writeValue, cu.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT
-        one.operation = cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    one.address, one.value, one.flags = cu.CUdeviceptr(address), value, int(flags)
-    return operation
 
 
 class CudaCopyEngine:
@@ -66,11 +39,10 @@ class CudaCopyEngine:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._cu = _driver()
-        self._batch: list[Any] = []
+        self._batch: list[bytes] = []
         self._raw = self._stream.cuda_stream
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        self._graphs: dict[Any, Any] = {}
+        self._graphs: dict[Any, int] = {}
         self._once: set[Any] = set()
 
     def fork(self) -> None:
@@ -91,7 +63,7 @@ class CudaCopyEngine:
             jobs()
             self._flush()
         else:
-            _check(self._cu.cuGraphLaunch(known, self._raw), "cuGraphLaunch")
+            driver.launch_graph(known, self._raw)
 
     def remember(self, key: Any, jobs: Callable[[], None]) -> None:
         """Jobs have been queued: when that is done for the second time, keep them as a graph.
@@ -106,21 +78,15 @@ class CudaCopyEngine:
         self._once.remove(key)
         if len(self._graphs) >= GRAPHS:
             self._forget(next(iter(self._graphs)))
-        mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        _check(self._cu.cuStreamBeginCapture(self._raw, mode), "cuStreamBeginCapture")
-        try:
+
+        def queue() -> None:
             jobs()
             self._flush()
-        finally:
-            result = self._cu.cuStreamEndCapture(self._raw)
-        _check(result, "cuStreamEndCapture")
-        instance = self._cu.cuGraphInstantiate(result[1], 0)
-        _check(self._cu.cuGraphDestroy(result[1]), "cuGraphDestroy")
-        _check(instance, "cuGraphInstantiate")
-        self._graphs[key] = instance[1]
+
+        self._graphs[key] = driver.captured(self._raw, queue)
 
     def _forget(self, key: Any) -> None:
-        _check(self._cu.cuGraphExecDestroy(self._graphs.pop(key)), "cuGraphExecDestroy")
+        driver.destroy_graph(self._graphs.pop(key))
 
     def close(self) -> None:
         """Free the graphs; the device is done with them."""
@@ -132,11 +98,11 @@ class CudaCopyEngine:
 
     def wait(self, address: int, value: int) -> None:
         """Go on once the 32-bit word at ``address`` is at least ``value``."""
-        self._batch.append(_memory_operation("wait", address, value))
+        self._batch.append(driver.wait_operation(address, value))
 
     def write(self, address: int, value: int) -> None:
         """Set the 32-bit word at ``address``, after and ordered behind all that was queued before."""
-        self._batch.append(_memory_operation("write", address, value))
+        self._batch.append(driver.write_operation(address, value))
 
     def stamp(self) -> torch.cuda.Event:
         """The time when all that was queued before is done; for `CudaExecutor.nanoseconds`. Not for jobs that become a graph."""
@@ -147,7 +113,7 @@ class CudaCopyEngine:
 
     def _flush(self) -> None:
         if self._batch:
-            _check(self._cu.cuStreamBatchMemOp(self._raw, len(self._batch), self._batch, 0), "cuStreamBatchMemOp")
+            driver.batch(self._raw, self._batch)
             self._batch.clear()
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
@@ -158,14 +124,9 @@ class CudaCopyEngine:
         if rows == 1 or pitch_source < width or max(pitch_to, pitch_source) > MAX_PITCH:
             # row by row what a 2D copy refuses: rows that overlap, as of an expanded tensor, and rows too far apart
             for row in range(rows):
-                to_row, source_row = to + row * pitch_to, source + row * pitch_source
-                _check(self._cu.cuMemcpyAsync(to_row, source_row, width, self._raw), "cuMemcpyAsync")
+                driver.copy(self._raw, to + row * pitch_to, source + row * pitch_source, width)
             return
-        copy = self._cu.CUDA_MEMCPY2D()
-        copy.srcMemoryType = copy.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, pitch_source, to, pitch_to
-        copy.WidthInBytes, copy.Height = width, rows
-        _check(self._cu.cuMemcpy2DAsync(copy, self._raw), "cuMemcpy2DAsync")
+        driver.copy_2d(self._raw, to, pitch_to, source, pitch_source, width, rows)
 
 
 class CudaLanes(Lanes):
@@ -241,14 +202,11 @@ class CudaExecutor:
 
     def start(self, control: ControlGroup) -> None:
         nvshmem.start(self.device, control)
-        self._cu = _driver()
         # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
-        result = self._cu.cuStreamCreate(self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        _check(result, "cuStreamCreate")
-        self._posts = result[1]
+        self._posts = driver.make_stream()
 
     def stop(self) -> None:
-        _check(self._cu.cuStreamDestroy(self._posts), "cuStreamDestroy")
+        driver.destroy_stream(self._posts)
         nvshmem.stop()
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
@@ -289,7 +247,7 @@ class CudaExecutor:
         """
         with self.current():
             raw = torch._C._cuda_getCurrentRawStream(self.device.index)
-            _check(self._cu.cuStreamWriteValue32(raw, address, value, 0), "cuStreamWriteValue32")
+            driver.write_value(raw, address, value)
 
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""
@@ -304,8 +262,8 @@ class CudaExecutor:
         """Set the 32-bit words at ``addresses`` on any rank, now: past whatever this GPU has queued and waits for."""
         with torch.cuda.device(self.device):
             for address in addresses:
-                _check(self._cu.cuStreamWriteValue32(self._posts, address, value, 0), "cuStreamWriteValue32")
-            _check(self._cu.cuStreamSynchronize(self._posts), "cuStreamSynchronize")
+                driver.write_value(self._posts, address, value)
+            driver.synchronize(self._posts)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .driver import check, library
+
 _FORMATS = {"i1": "?", "u1": "?", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 _MAP_BYTES = 128
 #: CUtensorMapDataType
@@ -24,17 +26,6 @@ _L2_PROMOTION_128B = 2
 #: Descriptors kept of one parameter. An eager model has its tensors at a few addresses, again and again.
 _KEPT = 256
 _POINTER = struct.Struct("Q")
-
-
-@functools.cache
-def driver() -> ctypes.CDLL:
-    """The CUDA driver, with the types of what is called."""
-    cuda = ctypes.CDLL("libcuda.so.1")
-    number, pointer = ctypes.c_uint, ctypes.c_void_p
-    cuda.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-    cuda.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
-    cuda.cuTensorMapEncodeTiled.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
-    return cuda
 
 
 class NotKnown(Exception):
@@ -65,7 +56,7 @@ class DirectLaunch:
                 self._setters.append((varying.index(position), len(fields), self._encoder(args[position], maps)))
             fields += _fields(args[position], kind, maps)
         self._lay_out(fields)
-        self._launch = driver().cuLaunchKernel
+        self._launch = library().cuLaunchKernel
         self._shape = (programs, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared)
 
     def _encoder(self, arg: Any, maps: list[dict]) -> Any:
@@ -105,7 +96,7 @@ class DirectLaunch:
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         result = self._launch(self._function, *self._shape, stream, None, self._extra_address)
         if result != 0:
-            raise RuntimeError(f"cuLaunchKernel failed with CUDA error {result}; see `python -m fluxlike doctor` for the driver")
+            check(result, "cuLaunchKernel")
 
 
 def _fields(arg: Any, kind: str, maps: list[dict]) -> list[tuple[str, Any]]:
@@ -126,7 +117,7 @@ def _places(function: int) -> list[tuple[int, int]]:
     """Offset and size of each parameter of a kernel."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     places: list[tuple[int, int]] = []
-    while driver().cuFuncGetParamInfo(function, len(places), ctypes.byref(offset), ctypes.byref(size)) == 0:
+    while library().cuFuncGetParamInfo(function, len(places), ctypes.byref(offset), ctypes.byref(size)) == 0:
         places.append((offset.value, size.value))
     if not places:
         raise NotKnown("the driver does not tell the parameters of a kernel")
@@ -145,9 +136,8 @@ def _encoded(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], m
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*[1] * rank)
     places = [ctypes.addressof(field) for field in (sizes, steps, box, ones)]
-    result = driver().cuTensorMapEncodeTiled(
+    result = library().cuTensorMapEncodeTiled(
         at, _MAP_DTYPES[dtype], rank, address, *places, 0, meta["swizzle"], _L2_PROMOTION_128B, 0
     )  # fmt: skip
-    if result != 0:
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {result} for {list(shape)} with strides {list(strides)}")
+    check(result, f"cuTensorMapEncodeTiled for {list(shape)} with strides {list(strides)}")
     return ctypes.string_at(at, _MAP_BYTES)
