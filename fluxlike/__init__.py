@@ -19,14 +19,20 @@ _HOME = {
     "ag_gemm": "ops.ag_gemm",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
+    "reduce_scatter": "ops.collectives",
+    "all_gather": "ops.collectives",
+    "reduce": "ops.collectives",
+    "broadcast": "ops.collectives",
 }
 _MODULES = {"nn": ".nn", "reference": ".ops.reference", "topology": ".topology"}
 __all__ = [
     "PeerTimeout",
     "__version__",
     "ag_gemm",
+    "all_gather",
     "all_reduce",
     "all_reduce_",
+    "broadcast",
     "create_ag_gemm_context",
     "create_gemm_rs_context",
     "finalize",
@@ -34,6 +40,8 @@ __all__ = [
     "init",
     "is_initialized",
     "nn",
+    "reduce",
+    "reduce_scatter",
     "reference",
     "topology",
 ]
@@ -43,6 +51,7 @@ if TYPE_CHECKING:
     from .ops import reference
     from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
     from .ops.all_reduce import all_reduce, all_reduce_
+    from .ops.collectives import all_gather, broadcast, reduce, reduce_scatter
     from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
     from .runtime.errors import PeerTimeout
     from .runtime.world import finalize, init, is_initialized

@@ -22,10 +22,20 @@ KERNELS = (
     "gemm_rs_kernel",
     "ag_gemm_kernel",
     "all_reduce_one_shot_kernel",
-    "all_reduce_two_shot_kernel",
-    "all_reduce_bulk_kernel",
+    "exchange_words_kernel",
+    "exchange_bulk_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
+#: Operations of which there are contexts.
+NAMES = (*OPS, "reduce", "broadcast")
+#: How the collectives' kernels are called, by their transports.
+CALLS = {
+    "one_shot": ("all_reduce", "one_shot"),
+    "words": ("all_reduce", "two_shot"),
+    "bulk": ("all_reduce", "bulk"),
+    "rooted_words": ("reduce", "words"),
+    "rooted_bulk": ("reduce", "bulk"),
+}
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 
@@ -66,7 +76,7 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
-        case = variants.Case(op, transport)
+        case = variants.Case(*CALLS.get(transport, (op, transport)))
         for launch in variants.launches(case, CAPABILITY):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)

@@ -35,7 +35,8 @@ from mutate_source import PACKAGE, Edit, Source
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 DECOMPOSED = "decomposed"  # with kernels of its own
-ALGORITHMS = ("one_shot", "two_shot", "bulk")  # of all_reduce, each a kernel
+ALGORITHMS = ("one_shot", "words", "bulk")  # of all_reduce, each a kernel
+ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
 #: Instructions of inline assembly that order something, and a weaker form of each that has one.
@@ -163,7 +164,10 @@ def _walk(nodes: Iterable[ast.AST], function: str, transport: str, compiled: boo
         if isinstance(node, ast.If):
             copies, interpreted = _condition(node.test, "COPY_ENGINE"), _condition(node.test, "is_interp()")
             traced = _condition(node.test, "TRACE")  # it is not, in the scenes
+            rooted = _condition(node.test, "ROOTED")
             for branch, taken in ((node.body, True), (node.orelse, False)):
+                if rooted is not None and (rooted == taken) != transport.startswith(ROOTED):
+                    continue
                 if traced != taken and (copies is None or (transport in ("copy_engine", DECOMPOSED)) == (copies == taken)):
                     yield from _walk(branch, function, transport, compiled or (interpreted is not None and interpreted != taken))
             yield from _walk([node.test], function, transport, compiled)
@@ -181,6 +185,8 @@ def _is_entry(name: str) -> bool:
 
 def transports(kernel: str) -> tuple[str, ...]:
     alone = next((name for name in (STREAM_K, DECOMPOSED, *ALGORITHMS) if name in kernel), None)
+    if kernel.startswith("exchange"):
+        return (str(alone), f"{ROOTED}{alone}")
     return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 
@@ -421,7 +427,7 @@ def _inner_call(value: ast.expr) -> ast.AST:
 
 
 def _condition_of_build(statement: ast.stmt) -> bool:
-    constants = ("COPY_ENGINE", "is_interp()", "TRACE")
+    constants = ("COPY_ENGINE", "is_interp()", "TRACE", "ROOTED", "SCATTER", "GATHER")
     return isinstance(statement, ast.If) and any(_condition(statement.test, n) is not None for n in constants)
 
 

@@ -9,7 +9,7 @@ slow   another rank takes its time in each call, so that its peers are in the ne
        without columns is about to end it before the copies of the slow one are there
 
 For all_reduce, which has no engine, no columns and no context to be made, the same: calls of changing sizes and data, ranks that
-are late or slow.
+are late or slow. For reduce and broadcast, too; in "empty" and "late" data goes one way only.
 
 In all of them the copy engine resets a word only once it is set, if it ever is: a reset in front of the wait clears what was meant
 for the wait.
@@ -27,10 +27,12 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as stock
+from mutant_process import CALLS as COLLECTIVES
 from ranks import rows_slice
 
 import fluxlike.kernels.ag_gemm
 import fluxlike.kernels.all_reduce
+import fluxlike.kernels.exchange
 import fluxlike.kernels.gemm_rs
 from fluxlike.kernels import lang, sync, words
 from fluxlike.runtime import env, interpreter, programs, shm, world
@@ -116,19 +118,37 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
             store.set(f"{name} of {rank}", "")
 
 
-def _all_reduce(group: Any, algo: str, kind: str, call: int) -> None:
+def _collective(group: Any, transport: str, kind: str, call: int) -> None:
     """One call; of several blocks, or of one word."""
-    n = 3000 if call % 3 else 1
+    n, rank = 3000 if call % 3 else 1, group.rank()
+    _, algo = COLLECTIVES[transport]
     parts = torch.randint(-9, 10, (group.size(), n), generator=torch.Generator().manual_seed(call)).float()
-    if not torch.equal(fluxlike.all_reduce(parts[group.rank()], algo=algo), parts.sum(0)):
-        raise Wrong(f"all_reduce, {algo}, scene {kind}: call {call + 1} gave wrong numbers")
+    if transport.startswith("rooted"):
+        right = _rooted(parts, rank, kind, call, algo)
+    else:
+        right = torch.equal(fluxlike.all_reduce(parts[rank], algo=algo), parts.sum(0))
+    if not right:
+        raise Wrong(f"{transport}, scene {kind}: call {call + 1} gave wrong numbers")
 
 
-def reductions(group: Any, algo: str, kind: str) -> None:
+def _rooted(parts: torch.Tensor, rank: int, kind: str, call: int, algo: str) -> bool:
+    """What one rank owns: to it and back; or one way only, so that some can be ahead of those to whom they send."""
+    root, right = 0 if kind in ("late", "empty") else call % len(parts), True
+    if kind in ("close", "empty"):
+        y = fluxlike.reduce(parts[rank], root, algo=algo)
+        right = torch.equal(y, parts.sum(0)) if rank == root else y is None
+    if kind != "empty":
+        right &= torch.equal(fluxlike.broadcast(parts[rank], root, algo=algo), parts[root])
+    return right
+
+
+def collectives(group: Any, transport: str, kind: str) -> None:
+    """The calls of one scene."""
+    late = kind == "late" or (transport.startswith("rooted") and kind == "empty")
     for call in range(CALLS[kind]):
-        _hold("all_reduce", "late" if kind == "late" else "", call, group.rank(), "")
+        _hold("all_reduce", "late" if late else "", call, group.rank(), "")
         programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
-        _all_reduce(group, algo, kind, call)
+        _collective(group, transport, kind, call)
     programs.configure(None)
 
 
@@ -217,7 +237,8 @@ def lost_words(group: Any, algo: str) -> None:
     Without the checker, which takes what the GPU does with words for races.
     """
     global _ends
-    kernels, (sends, nothing) = fluxlike.kernels.all_reduce, SENDS[algo == "bulk"]
+    kernels = fluxlike.kernels.all_reduce if algo == "one_shot" else fluxlike.kernels.exchange
+    sends, nothing = SENDS[algo == "bulk"]
     rank, sent, interpreted = group.rank(), getattr(kernels, sends), words.is_interp
     env.put("FLUXLIKE_RACECHECK", "0")
     words.is_interp = _no
@@ -230,7 +251,7 @@ def lost_words(group: Any, algo: str) -> None:
     said = ""
     try:
         for call in (1, 2):  # of one size, as making a larger context is a meeting
-            _all_reduce(group, algo, "lost", call)
+            _collective(group, algo, "lost", call)
     except (fluxlike.PeerTimeout, Wrong) as error:
         said = str(error)
     try:
@@ -295,13 +316,13 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
         if any(op != "all_reduce" for op, _ in plan):
             lost(group)
         for op, algo in plan:
-            if op == "all_reduce":
+            if op == "all_reduce" and not algo.startswith("rooted"):
                 lost_words(group, algo)
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)
     for kind in ("close",) if compiled else CALLS:
         for op, transport in plan:
             if op == "all_reduce":
-                reductions(group, transport, kind)
+                collectives(group, transport, kind)
             else:
                 scene(op, transport, kind)

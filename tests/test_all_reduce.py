@@ -8,7 +8,9 @@ from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce as ops
-from fluxlike.ops.all_reduce import ALGORITHMS, WORDS
+from fluxlike.ops import exchange
+from fluxlike.ops.all_reduce import ALGORITHMS
+from fluxlike.ops.exchange import WORDS
 from fluxlike.runtime import programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +51,7 @@ def reduces(group, dtype, algo, sizes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sizes(ranks, dtype, algo):
-    block = 4 // dtype.itemsize * WORDS if algo != "bulk" else ops.BULK // dtype.itemsize
+    block = 4 // dtype.itemsize * WORDS if algo != "bulk" else exchange.BULK // dtype.itemsize
     run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, block, 2 * block + 1))
 
 
@@ -104,14 +106,14 @@ def mixed(group, calls, jitter=False):
     """Algorithms and sizes change from call to call, so that words of one meet those of another."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.05, delay=2e-3) if jitter else None)
-    ops.PIECE, piece = 8 << 10, ops.PIECE
+    exchange.PIECE, piece = 8 << 10, exchange.PIECE
     try:
         for call in range(calls):
             n, algo = (3000, 20, 5000, 1)[call % 4], ALGORITHMS[call // 2 % 3]
             parts = [numbers(n, torch.bfloat16, 7 * call + r) for r in range(size)]
             assert torch.equal(fluxlike.all_reduce(parts[rank], group, algo=algo), expected(parts)), call
     finally:
-        ops.PIECE = piece
+        exchange.PIECE = piece
         programs.configure(previous)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import mutate
 import mutate_source
 import pytest
-from mutant_process import KERNELS, OPS, on_compiler, on_ranks
+from mutant_process import CALLS, KERNELS, NAMES, on_compiler, on_ranks
 from mutate import Mutant
 from ranks import Outcome, run_fresh
 
@@ -30,7 +30,7 @@ SHORT, LONG = "5", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K, mutate.DECOMPOSED)]
-PAIRS += [("all_reduce", algo) for algo in mutate.ALGORITHMS]
+PAIRS += [("all_reduce", transport) for transport in CALLS]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {
@@ -52,11 +52,12 @@ SURVIVORS: dict[str, str] = {
         "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"
     ),
     "ag_gemm_stream_k.wait_tile.wait:late": "the same waits for the shards of one tile, in another order",
-    "all_reduce.advance.store:*": "only the call's number in the message of a time-out, at which tests/test_all_reduce.py looks",
-    "all_reduce.all_reduce_[!o]*_kernel.advance:epoch+1": (
+    "elements.advance.store:*": "only the call's number in the message of a time-out, at which tests/test_all_reduce.py looks",
+    "exchange.exchange_*_kernel.advance:epoch+1": (
         "one set would do in two trips: whoever sends has heard of everybody that what was there before is read; one_shot needs two"
     ),
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
+    "exchange.exchange_*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
@@ -102,12 +103,17 @@ def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
     """The (operation, transport) that reach a mutant."""
     reached = set(mutant.reached)
-    return [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
+    found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
+    return [pair for pair in found if not pair[1].startswith(mutate.ROOTED)] or found  # the others reach more, and do more
+
+
+#: By the beginnings of kernels' names, the operations that launch them; others are for several.
+OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce", "exchange": "all_reduce"}
 
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """The kernels that calls of an operation launch."""
-    others = [prefix for prefix, of in {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce"}.items() if of != op]
+    others = [prefix for prefix, of in OF.items() if of != op]
     return tuple(kernel for kernel in KERNELS if not kernel.startswith(tuple(others)))
 
 
@@ -133,7 +139,7 @@ def _caught(outcome: Outcome) -> str:
     if outcome.error == "Wrong":
         return f"result: {message}"
     ran_out = ("waited" in message and "FLUXLIKE_TIMEOUT_S" in message) or "gave up first" in message
-    if outcome.error == "PeerTimeout" and message.startswith(tuple(f"{op}: rank" for op in OPS)) and ran_out:
+    if outcome.error == "PeerTimeout" and message.startswith(tuple(f"{name}: rank" for name in NAMES)) and ran_out:
         return f"time-out: {message}"
     return ""
 

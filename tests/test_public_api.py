@@ -26,6 +26,10 @@ SIGNATURES = {
     "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None)",
     "all_reduce": "(x, group=None, op='sum', algo='auto')",
     "all_reduce_": "(x, group=None, op='sum', algo='auto')",
+    "reduce_scatter": "(x, group=None, op='sum', algo='auto')",
+    "all_gather": "(x, group=None, m=None, algo='auto')",
+    "reduce": "(x, root, group=None, op='sum', algo='auto')",
+    "broadcast": "(x, root, group=None, algo='auto')",
 }
 
 

@@ -1,6 +1,6 @@
 """All-reduce in one kernel, without a barrier: `all_reduce` and `all_reduce_`.
 
-Read with `kernels/all_reduce.py`, which holds the protocol.
+Read with `kernels/exchange.py`, which holds the protocol, and `kernels/all_reduce.py`.
 """
 
 import math
@@ -10,65 +10,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..kernels import all_reduce as kernels
+from ..kernels.all_reduce import all_reduce_one_shot_kernel
 from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import validate
+from . import exchange, validate
 from .context import DTYPES
-from .group import GroupContext, Prepared, kept, resolve
+from .exchange import MOST, OPS, RATE, SIGNAL, TRIP, WORDS, Compiled, ExchangeContext, Kind, Parts
+from .group import Prepared, resolve
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-OPS = {"sum": kernels.SUM, "avg": kernels.AVG, "max": kernels.MAX}
+KIND = Kind("all_reduce", scatter=True, gather=True)
 ALGORITHMS = ("one_shot", "two_shot", "bulk")
-#: Words of a block, where two a thread are a vector, and bytes of one that is signalled.
-WORDS, BULK = 512, 8 << 10
-#: Programs of a launch at most.
-MOST = 64
-#: Bytes of payload that one launch reduces at most; more go in several.
-PIECE = 16 << 20
-#: What a trip to a peer takes beyond its bytes, a signal behind them, and the rate of bytes, flags included: assumptions, not
-#: measured yet.
-TRIP, SIGNAL, RATE = 2e-6, 1e-6, 300e9
-
-
-class Compiled(NamedTuple):
-    """See `group.Compiled`."""
-
-    warps: int = 8
-    stages: int = 1
-
-
-class AllReduceContext(GroupContext):
-    """Memory for what the ranks of a group reduce, one call after the other.
-
-    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
-    """
-
-    maker = "fluxlike.all_reduce"
-    watched = ("head", "ctl", "flags", "slots", "data", "epochs")
-    payload = ("data",)
-    signals = ("head", "flags")
-
-    def __init__(self, control: ControlGroup, words: int, bulk: int) -> None:
-        """Collective."""
-        self.words, self.bulk, rows = words, bulk, 2 * control.size
-        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
-        super().__init__("all_reduce", control, regions)
-        self.slots, self.flags = self.region("slots", torch.int64), self.region("flags", torch.int64)
-        self.data = self.region("data", torch.uint8)
-        self.epochs = torch.zeros(MOST, dtype=torch.int64, device=self.device)
-        #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
-        self._captured: list[torch.Tensor] = []
-        self.made("all_reduce", self.watched)
-
-    def table(self, words: list[int]) -> torch.Tensor:
-        """Words for a kernel, on the device once it runs."""
-        table, kept = self.world.executor.upload(words)
-        if self.world.executor.is_capturing():
-            self._captured.append(kept)
-        return table
 
 
 def all_reduce(
@@ -133,16 +87,9 @@ def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGrou
     with control.lock, torch.no_grad():
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:
-            _context(control, 1, 1).record(elements=0)
-        for pieces in _launches(some, PIECE):
+            exchange.context(KIND, control, "bulk", 1).record(elements=0)
+        for pieces in _launches(some, exchange.PIECE):
             _launch(control, pieces, op, algo)
-
-
-def _context(control: ControlGroup, words: int, bulk: int) -> AllReduceContext:
-    def make(wanted: dict[str, int]) -> AllReduceContext:
-        return AllReduceContext(control, **wanted)
-
-    return kept(("all_reduce", control.name), control, {"words": words, "bulk": bulk}, make, 1 << 31)
 
 
 def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
@@ -172,17 +119,16 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> Non
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
     if algo == "auto":
         algo = choose(sum(sizes) * dtype.itemsize, control.size)
-    elements = (BULK if algo == "bulk" else WORDS * 4) // dtype.itemsize
+    elements = exchange.block(algo, dtype.itemsize)
     blocks = sum(cdiv(size, elements) for size in sizes)
     row = blocks if algo == "one_shot" else cdiv(blocks, control.size)
-    ctx = _context(control, 1 if algo == "bulk" else row, row if algo == "bulk" else 1)
+    ctx = exchange.context(KIND, control, algo, row)
     places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
     # of one tensor the launch itself sees the address
     vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
     ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
     key = algo, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
-    total = blocks if algo == "one_shot" else row * control.size
-    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, op, total, elements, vector))
+    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, op, row, elements, vector))
     x, y = pairs[0]
     if len(pairs) == 1:
         plan.launch((x, y))
@@ -191,25 +137,25 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> Non
         plan.launch((x, y, ctx.table(words)))
 
 
-def _plan(ctx: AllReduceContext, pairs: list[Pair], algo: str, op: str, blocks: int, elements: int, vector: int) -> _Plan:
+def _plan(ctx: ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, elements: int, vector: int) -> _Plan:
+    """``row``: blocks of all tensors, or of each rank's part of them."""
     x, y = pairs[0]
-    many, layout, table = len(pairs) > 1, [], ctx.ctl
-    if many:
-        layout = _layout([x.numel() for x, _ in pairs], elements, blocks)
+    layout, table = [], None
+    if len(pairs) > 1:
+        layout = _layout([x.numel() for x, _ in pairs], elements, row if algo == "one_shot" else row * ctx.size)
         table = torch.empty(2 * len(pairs) + len(layout), dtype=torch.int64, device=ctx.device)
-    constants: dict[str, Any] = dict(R=ctx.size, OP=OPS[op], MANY=many, VEC=vector, MOST=MOST)
-    sizes = (len(pairs), x.numel(), blocks)
-    args: tuple
-    if algo == "bulk":
-        kernel: Any = kernels.all_reduce_bulk_kernel
-        args = (x, y, table, ctx.data.view(x.dtype), ctx.flags, ctx.epochs, ctx.ctl, *sizes, ctx.bulk, ctx.rank)
-        constants |= dict(B=elements)
-    else:
-        kernel = kernels.all_reduce_one_shot_kernel if algo == "one_shot" else kernels.all_reduce_two_shot_kernel
-        args = (x, y, table, ctx.epochs, ctx.ctl, *sizes, ctx.words, ctx.offsets["slots"], ctx.rank)
-        constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
-    programs = max(1, min(MOST, ctx.world.executor.programs, blocks if algo == "one_shot" else blocks // ctx.size))
-    return _Plan(ctx.prepare(kernel, programs, args, constants, Compiled(), (0, 1, 2) if many else (0, 1)), layout)
+    if algo != "one_shot":
+        chunk = row * elements
+        parts = Parts(x.numel(), chunk, chunk, row)
+        way = "bulk" if algo == "bulk" else "words"
+        return _Plan(ctx.prepared(way, x, y, parts, op, vector, tensors=len(pairs), table=table), layout)
+    constants: dict[str, Any] = dict(R=ctx.size, OP=OPS[op], MANY=table is not None, VEC=vector, MOST=MOST)
+    constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
+    sizes = (len(pairs), x.numel(), row, ctx.words, ctx.offsets["slots"], ctx.rank)
+    args = (x, y, ctx.ctl if table is None else table, ctx.epochs, ctx.ctl, *sizes)
+    programs = max(1, min(MOST, ctx.world.executor.programs, row))
+    varying = (0, 1) if table is None else (0, 1, 2)
+    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, Compiled(), varying), layout)
 
 
 def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:

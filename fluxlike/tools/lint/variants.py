@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...ops import ag_gemm as ag_gemm_op
+from ...ops import collectives
 from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
 from ...runtime import dry
@@ -19,12 +20,12 @@ CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
-#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed.
+#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
 FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
-#: many bytes that gemm_rs sends its chunks in parts. all_reduce takes M×K elements, or two tensors of so many.
+#: many bytes that gemm_rs sends its chunks in parts. The collectives take M×K elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -33,6 +34,9 @@ SHAPES = {
     "parts": (8192, 8192, 2048),
     "list": (1024, 512, 512),
 }
+
+
+COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ def cases(capability: int) -> list[Case]:
         found += [Case("all_reduce", algo), Case("all_reduce", algo, dtype=torch.float32)]
         if capability == 90:
             found.append(Case("all_reduce", algo, "list"))
+    for algo in collectives.ALGORITHMS:  # with those of all_reduce: every branch of their kernels
+        found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     for op in ("gemm_rs", "ag_gemm"):
         for schedule in ("copy_engine", "in_kernel"):
             found.append(Case(op, schedule))
@@ -103,6 +109,9 @@ def launches(case: Case, capability: int) -> list[Launch]:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
         elif case.op == "all_reduce":
             all_reduce([operand(m, k)] * 2 if case.shape == "list" else operand(m, k), algo=case.schedule)
+        elif case.op in COLLECTIVES:
+            root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
+            getattr(collectives, case.op)(operand(m, k), algo=case.schedule, **root)
         else:
             collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
             with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
@@ -114,6 +123,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
     peers, copies = given["R"] - 1, given.get("COPY_ENGINE", False)
+    scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
+    owners = 1 if rooted else peers  # but this rank
+    readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits
         "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
@@ -132,20 +144,30 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "ag_gemm_decomposed_end_kernel": (1, peers, 1, 0),
         # partials; the credits
         "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
-        # everything at once; and the results of each
-        "all_reduce_one_shot_kernel": (1, 0, 0, 0),
-        "all_reduce_two_shot_kernel": (1 + peers, 0, 0, 0),
-        # parts and results of each
-        "all_reduce_bulk_kernel": (2 * peers, 2 * peers, 0, 0),
+        # no signals but words, see below; if one rank owns all, credits
+        "all_reduce_one_shot_kernel": (0, 0, 0, 0),
+        "exchange_words_kernel": (readers, peers * rooted, rooted, 0),
+        # parts and results of each, and such credits
+        "exchange_bulk_kernel": (
+            peers * scatter + owners * gather + readers,
+            owners * scatter + peers * gather + peers * rooted,
+            rooted,
+            0,
+        ),
     }[launch.name]
+    # waits for words: for everything at once, and for the results of each
+    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": scatter + owners * gather}.get(launch.name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
-    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits, "volatile load": 3 * waits}
-    if "shot" in launch.name:  # words carry their flag, so a look is a plain one that may not be left out
-        counts |= {"acquire": 0, "volatile load": 5 * waits}
-    counts["asm fence.acq_rel.sys"] = waits  # a record of a failure is complete before the host is told of it
+    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
+    counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
+    counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
-        return replace(spec, vectors=True, local=2 * FEW) if launch.name == "all_reduce_bulk_kernel" else spec
+        of_blocks = {
+            "exchange_words_kernel": replace(spec, local=FEW),
+            "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
+        }
+        return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
     tma, vec = given["TMA"], given["VEC"]
     fp32 = any("fp32" in launch.signature[name] for name in launch.payload)

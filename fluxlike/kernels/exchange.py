@@ -1,0 +1,250 @@
+"""Exchange of parts: reduce-scatter, all-gather, both (all-reduce), or those of one rank (reduce, broadcast). The design record.
+
+Each rank owns a part of the data, of equally many blocks; ROOTED: all of it belongs to one rank, the root. What is done with it:
+
+SCATTER  Each rank pushes the part of each owner to it; the owner waits for all of them and reduces them in fp32, in the order of
+         the ranks, rounded once. So the bits are the same on every repeat, and by every algorithm.
+GATHER   Each owner pushes its part, as it is or as SCATTER has made it, to all ranks, which wait for all parts.
+
+reduce_scatter is SCATTER, all_gather GATHER, all_reduce is both; reduce is SCATTER and broadcast GATHER, ROOTED.
+
+words    Blocks are of B `words`: 32 bits of payload with the call's number above them. One trip, twice the bytes.
+bulk     Blocks are of B elements, and have a flag: the number of the last call for which the block has come. Half the bytes, but
+         each trip is the data's and then the signal's.
+
+Blocks go over as wholes; behind the end of a part they hold zeros. A program takes blocks program, program + P, … of each part,
+where P programs are launched.
+
+Memory, on the heap of each rank: two sets, by the parity of the call, of ROWS rows [capacity] of blocks. SCATTER takes from each
+source into a row of its own; GATHER from each owner into a row behind those, ROOTED into one row. There is such memory for
+words and for elements; the flags, as they only grow, have the rows and no sets.
+
+Of one tensor, the part of rank d begins at d · ``chunk``. A list (of all_reduce) has a ``table`` of int64: addresses of the inputs
+[T], of the results [T], their elements [T], then for each block the number of its tensor [G] and its first element there [G]. So
+many small tensors take one launch, and are not copied together.
+
+Protocol and proofs
+
+* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set`` (release) of a
+  block's flag, behind its stores, pairs with ``wait`` (acquire) for it, in front of its loads: (A) parts, (B) results.
+* Numbers come from ``epochs``, one for each program that a launch may have, which are all equal between launches: a program reads
+  its own, and at its end advances its own and those that are P, 2P, … further on. So no program reads what another of the same
+  launch writes, and no atomic is needed.
+* A word, or a block, may be overwritten when its reader is done. In each call every rank takes at least one block from every
+  other, as each part has one, if only of zeros. So when rank r is through call n, each peer has begun call n, and has ended call
+  n-1, as its launches follow each other. Call n+1 writes where call n-1 did: free.
+* ROOTED, a rank does not hear of all others in each call, so there are credits: (C) in front of its pushes a rank waits until
+  their readers have ended the call that used this set before, as ``finish`` of the last program there says. Numbers are the
+  control block's, and the last program advances them.
+* A word is a word in every layout, so whatever an earlier call left in it has an earlier number. Numbers return after 2³² calls; a
+  word would have to lie untouched for exactly so long.
+* Programs wait for programs of the same index on other ranks only, which push before they wait: first all parts, then the reduced
+  one. So no launch needs to have all its programs running at once. (C) waits for earlier launches.
+* x and y may be the same: a program writes only blocks that it has sent before.
+"""
+
+import triton
+import triton.language as tl
+
+from .elements import AVG, advance, combine, load_payload, place_in_part, reduce_words, row_of, store_payload
+from .sync import (
+    CONSUMED,
+    EPOCH,
+    LAST_USE,
+    WAIT_CREDIT,
+    WAIT_PARTIAL,
+    WAIT_RESULT,
+    finish,
+    head_of,
+    is_last_program,
+    peer_address,
+    publish_set,
+    wait,
+)
+from .words import put, receive, receive_from, with_number
+
+
+@triton.jit
+def owner_at(step: tl.constexpr, rank, root, R: tl.constexpr, ROOTED: tl.constexpr):
+    """The owner of another part: in step 1 … R-1 one rank each, or, ROOTED, in step 1 the root."""
+    if ROOTED:
+        owner = root
+    else:
+        owner = (rank + step) % R
+    return owner
+
+
+@triton.jit
+def share(rank, part, root, ROOTED: tl.constexpr):
+    """Blocks of this rank's part, and of each other owner's that is not this rank."""
+    own, others = part, part
+    if ROOTED:
+        own = tl.where(rank == root, part, 0)
+        others = part - own
+    return own, others
+
+
+@triton.jit
+def number_of_call(epochs, ctl, ROOTED: tl.constexpr):
+    """The number of this call."""
+    if ROOTED:
+        last = tl.load(ctl + EPOCH)
+    else:
+        last = tl.load(epochs + tl.program_id(0))
+    return last + 1
+
+
+@triton.jit
+def wait_readers(ctl, slot, rank, root, R: tl.constexpr, SCATTER: tl.constexpr):
+    """Wait until those to whom this rank pushes have ended the call that used this set before: (C). ROOTED only."""
+    if (rank == root) != SCATTER:
+        last = tl.load(ctl + LAST_USE + slot)
+        for step in tl.static_range(1, 2 if SCATTER else R):
+            peer = owner_at(step, rank, root, R, SCATTER)
+            wait(head_of(ctl, rank) + CONSUMED + peer, last, ctl, rank, WAIT_CREDIT, peer, R)
+
+
+@triton.jit
+def of_rank(slots, row, own, source: tl.constexpr, rank, B: tl.constexpr):
+    """A block of rank ``source`` in fp32: what it has sent, or of this rank ``own``."""
+    at = tl.arange(0, B)
+    sent = tl.load(tl.multiple_of(slots + source * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
+    return tl.where(source == rank, own, sent.to(tl.float32))
+
+
+_NUMBERS = ["tensors", "n", "chunk", "width", "part", "root", "capacity", "offset", "rank"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def exchange_words_kernel(
+    x, y, table, epochs, ctl, tensors, n, chunk, width, part, root, capacity, offset, rank,
+    R: tl.constexpr, S: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROOTED: tl.constexpr, OP: tl.constexpr,
+    WIDTH: tl.constexpr, B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One call over parts of ``part`` blocks. x is all parts if SCATTER, else the own one; y all if GATHER, else the own one.
+
+    Of one tensor, a part has ``width`` elements from owner · ``chunk`` on, and the last ones end at ``n``; of a list, x and y only
+    say the dtype. ``capacity``: blocks of a row. S: R rounded up to a power of two. WIDTH: elements of a word. MANY: a list; VEC:
+    see `elements.place`. MOST: programs that a launch may have.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = number_of_call(epochs, ctl, ROOTED)
+    slot = (epoch & 1).to(tl.int32)
+    row = capacity.to(tl.int64) * B
+    results: tl.constexpr = R if SCATTER else 0
+    steps: tl.constexpr = 2 if ROOTED else R
+    own, others = share(rank, part, root, ROOTED)
+    rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
+    if ROOTED:
+        wait_readers(ctl, slot, rank, root, R, SCATTER)  # (C)
+    if SCATTER:
+        for step in tl.static_range(1, steps):
+            owner = owner_at(step, rank, root, R, ROOTED)
+            there = row_of(ctl, owner, offset, epoch, rank, row, rows)
+            for block in range(program, others, programs):
+                source, left = place_in_part(
+                    x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
+                )  # fmt: skip
+                put(there + block * B, with_number(load_payload(source, left, WIDTH, B), epoch), B)
+    here = row_of(ctl, rank, offset, epoch, 0, row, rows)
+    for block in range(program, own, programs):
+        source, left = place_in_part(
+            x, table, tensors, part, 0, n, chunk, width, rank, block, R, not SCATTER, B * WIDTH, MANY, VEC
+        )  # fmt: skip
+        mine = load_payload(source, left, WIDTH, B)
+        if SCATTER:
+            got = receive(here + block * B, row, with_number(mine, epoch), epoch, ctl, rank, WAIT_PARTIAL, R, S, B)
+            mine = reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH)
+        if GATHER:
+            number = results + (0 if ROOTED else rank)
+            for step in tl.static_range(1, R):
+                put(row_of(ctl, (rank + step) % R, offset, epoch, number, row, rows) + block * B, with_number(mine, epoch), B)
+        result, left = place_in_part(
+            y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B * WIDTH, MANY, VEC
+        )  # fmt: skip
+        store_payload(result, left, mine, WIDTH, B)
+    if GATHER:
+        for step in tl.static_range(1, steps):
+            owner = owner_at(step, rank, root, R, ROOTED)
+            from_owner = here + (results + (0 if ROOTED else owner)) * row
+            for block in range(program, others, programs):
+                got = receive_from(from_owner + block * B, owner, epoch, ctl, rank, WAIT_RESULT, R, B)
+                result, left = place_in_part(
+                    y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
+                )  # fmt: skip
+                store_payload(result, left, got.to(tl.int32), WIDTH, B)
+    if ROOTED:
+        if is_last_program(ctl, False):
+            finish(ctl, slot, rank, epoch, R)  # (C)
+    else:
+        advance(epochs, ctl, epoch, MOST)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def exchange_bulk_kernel(
+    x, y, table, data, flags, epochs, ctl, tensors, n, chunk, width, part, root, capacity, rank,
+    R: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROOTED: tl.constexpr, OP: tl.constexpr,
+    B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """The same with blocks of B elements and flags; else the arguments of `exchange_words_kernel`."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = number_of_call(epochs, ctl, ROOTED)
+    slot = (epoch & 1).to(tl.int32)
+    row = capacity.to(tl.int64) * B
+    results: tl.constexpr = R if SCATTER else 0
+    steps: tl.constexpr = 2 if ROOTED else R
+    own, others = share(rank, part, root, ROOTED)
+    rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
+    here = data + (epoch & 1) * rows * row
+    at = tl.arange(0, B)
+    if ROOTED:
+        wait_readers(ctl, slot, rank, root, R, SCATTER)  # (C)
+    if SCATTER:
+        for step in tl.static_range(1, steps):
+            owner = owner_at(step, rank, root, R, ROOTED)
+            for block in range(program, others, programs):
+                source, left = place_in_part(x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B, MANY, VEC)
+                values = tl.load(source + at, mask=at < left, other=0)
+                tl.store(tl.multiple_of(peer_address(here + rank * row + block * B, ctl, rank, owner) + at, 16), values)
+                publish_set(peer_address(flags, ctl, rank, owner) + rank * capacity + block, epoch, False)  # (A)
+    for block in range(program, own, programs):
+        if SCATTER:
+            for step in tl.static_range(1, R):
+                source = (rank + step) % R
+                wait(flags + source * capacity + block, epoch, ctl, rank, WAIT_PARTIAL, source, R)  # (A)
+        mine, left = place_in_part(x, table, tensors, part, 0, n, chunk, width, rank, block, R, not SCATTER, B, MANY, VEC)
+        reduced = tl.load(mine + at, mask=at < left, other=0)
+        if SCATTER:
+            kept = reduced.to(tl.float32)
+            total = of_rank(here + block * B, row, kept, 0, rank, B)
+            for source in tl.static_range(1, R):
+                total = combine(total, of_rank(here + block * B, row, kept, source, rank, B), OP)
+            if OP == AVG:
+                total = total / R
+            reduced = total.to(x.dtype.element_ty)
+        if GATHER:
+            number = results + (0 if ROOTED else rank)
+            for step in tl.static_range(1, R):
+                there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
+                tl.store(tl.multiple_of(there + at, 16), reduced)
+            for step in tl.static_range(1, R):
+                flag = peer_address(flags, ctl, rank, (rank + step) % R) + number * capacity + block
+                publish_set(flag, epoch, False)  # (B)
+        result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
+        tl.store(result + at, reduced, mask=at < left)
+    if GATHER:
+        for step in tl.static_range(1, steps):
+            owner = owner_at(step, rank, root, R, ROOTED)
+            number = results + (0 if ROOTED else owner)
+            for block in range(program, others, programs):
+                wait(flags + number * capacity + block, epoch, ctl, rank, WAIT_RESULT, owner, R)  # (B)
+                reduced = tl.load(tl.multiple_of(here + number * row + block * B + at, 16))
+                result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
+                tl.store(result + at, reduced, mask=at < left)
+    if ROOTED:
+        if is_last_program(ctl, False):
+            finish(ctl, slot, rank, epoch, R)  # (C)
+    else:
+        advance(epochs, ctl, epoch, MOST)

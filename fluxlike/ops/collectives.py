@@ -1,0 +1,201 @@
+"""`reduce_scatter`, `all_gather`, `reduce` and `broadcast`, each in one kernel and one trip, without a barrier.
+
+Read with `kernels/exchange.py`, which holds the protocol. What they have in common:
+
+group: the ranks; those given to init if None. ``algo``: "words" (32 bits of payload with the call's number above them: one trip,
+twice the bytes), "bulk" (signals beside the data, for large tensors), or "auto", the one that is expected to be faster.
+
+A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
+captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
+
+Raises:
+    ValueError: dtypes, devices, names that do not fit; ranks that make different calls. RuntimeError: no init.
+    PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.tiles import cdiv, rows_of
+from ..runtime import world
+from ..runtime.control import ControlGroup
+from . import exchange, validate
+from .context import DTYPES
+from .exchange import OPS, RATE, SIGNAL, Kind, Parts
+from .group import resolve
+
+REDUCE_SCATTER = Kind("reduce_scatter", scatter=True)
+ALL_GATHER = Kind("all_gather", gather=True)
+REDUCE = Kind("reduce", scatter=True, rooted=True)
+BROADCAST = Kind("broadcast", gather=True, rooted=True)
+ALGORITHMS = ("words", "bulk")
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto") -> torch.Tensor:
+    """This rank's rows of the element-wise sum, average or maximum of ``x`` over the ranks.
+
+    Args:
+        x: [M, …], bfloat16, float16 or float32, of the same shape on all ranks.
+        op: "sum", "avg" or "max" (NaN if any rank has it). group, algo, errors: see the module's docstring.
+
+    Returns:
+        A new tensor [rows, …]: the rows of this rank when M rows are split as torch.chunk splits, so M need not be a multiple of
+        the number of ranks, and the last ranks may get fewer rows or none.
+
+    Numerics: added in fp32 in the order of the ranks and rounded once: the bits of `all_reduce`, on every repeat.
+    """
+    _check("reduce_scatter", x, 1, algo, op)
+    with torch.no_grad():
+        x, control = x.contiguous(), resolve(group)
+        y = x.new_empty(rows_of(x.shape[0], control.size, control.rank), *x.shape[1:])
+        _run(REDUCE_SCATTER, control, x, y, _chunk(x, x.shape[0], control.size), x.numel(), op, algo)
+    return y
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int | None = None, algo: str = "auto") -> torch.Tensor:
+    """The rows of all ranks, in their order, on all ranks.
+
+    Args:
+        x: [rows, …], of any dtype, with the same rows on all ranks unless m is given.
+        m: the rows of all ranks, split as torch.chunk splits m rows, as `reduce_scatter` leaves them: then the last ranks may have
+            fewer rows or none. group, algo, errors: see the module's docstring.
+
+    Returns:
+        A new tensor [m, …].
+    """
+    _check("all_gather", x, 1, algo)
+    with torch.no_grad():
+        x, control = x.contiguous(), resolve(group)
+        m = x.shape[0] * control.size if m is None else m
+        if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
+            raise ValueError(
+                f"all_gather: x has {x.shape[0]} rows, which are not those of rank {control.rank} of {control.size} when "
+                f"torch.chunk splits m={m!r} rows; pass the rows of all ranks as m, or leave it out if all have as many"
+            )
+        y = x.new_empty(m, *x.shape[1:])
+        _run(ALL_GATHER, control, x, y, _chunk(y, m, control.size), y.numel(), "sum", algo)
+    return y
+
+
+def reduce(
+    x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+) -> torch.Tensor | None:
+    """The element-wise sum, average or maximum of ``x`` over the ranks, on rank ``root`` only.
+
+    Args:
+        x: bfloat16, float16 or float32, of any shape, the same on all ranks.
+        root: the rank in the group that gets the result.
+        op: "sum", "avg" or "max" (NaN if any rank has it). group, algo, errors: see the module's docstring.
+
+    Returns:
+        On root a new tensor like x, on the other ranks None.
+
+    Numerics: those of `reduce_scatter`.
+    """
+    _check("reduce", x, 0, algo, op)
+    with torch.no_grad():
+        x, control = x.contiguous(), resolve(group)
+        _check_root("reduce", root, control)
+        y = torch.empty_like(x) if control.rank == root else None
+        _run(REDUCE, control, x, x if y is None else y, 0, x.numel(), op, algo, root)
+    return y
+
+
+def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None, algo: str = "auto") -> torch.Tensor:
+    """A copy of rank ``root``'s ``x`` on all ranks.
+
+    Args:
+        x: of any shape and dtype, the same on all ranks; what it holds matters on root only.
+        root: the rank in the group whose tensor it is. group, algo, errors: see the module's docstring.
+
+    Returns:
+        A new tensor like x.
+    """
+    _check("broadcast", x, 0, algo)
+    with torch.no_grad():
+        x, control = x.contiguous(), resolve(group)
+        _check_root("broadcast", root, control)
+        y = torch.empty_like(x)
+        _run(BROADCAST, control, x, y, 0, x.numel(), "sum", algo, root)
+    return y
+
+
+def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> None:
+    """A tensor of ``dims`` dimensions or more; with an ``op``, of numbers."""
+    if op is not None and op not in OPS:
+        raise ValueError(f"{name}: op={op!r} is not one of {', '.join(map(repr, OPS))}")
+    if algo not in ("auto", *ALGORITHMS):
+        raise ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS)))}")
+    validate.readable(name, "x", x, None, world.current().device)
+    if op is not None and x.dtype not in DTYPES:
+        raise ValueError(f"{name}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+    if x.is_conj():
+        raise ValueError(f"{name}: x is a lazily conjugated view, whose memory has other numbers; use x.resolve_conj()")
+    if x.dim() < dims:
+        raise ValueError(f"{name}: x has no dimensions, and its first is the one that is shared out; use x.reshape(1)")
+
+
+def _check_root(name: str, root: Any, control: ControlGroup) -> None:
+    if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < control.size:
+        raise ValueError(f"{name}: root={root!r} is no rank of the group; name one by its rank in it, from 0 to {control.size - 1}")
+
+
+def _chunk(whole: torch.Tensor, m: int, ranks: int) -> int:
+    """Elements of the first rank's rows of m."""
+    return cdiv(m, ranks) * (whole.numel() // m if m else 0)
+
+
+def _run(
+    kind: Kind, control: ControlGroup, x: torch.Tensor, y: torch.Tensor, chunk: int, n: int, op: str, algo: str, root: int = -1
+) -> None:
+    """``n`` elements in all, cut into as many launches as needed. ``chunk``: from the part of a rank to that of the next."""
+    said: dict[str, Any] = dict(elements=n, dtype=str(x.dtype).removeprefix("torch."))
+    said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
+    x, y, nbytes = x.view(-1), y.view(-1), x.element_size()
+    if kind.gather:
+        x, y = _raw(x, y, chunk)
+    itemsize = x.element_size()
+    n, chunk = n * nbytes // itemsize, chunk * nbytes // itemsize
+    width = n if kind.rooted else chunk
+    if algo == "auto":
+        algo = choose(width * itemsize, control.size)
+    elements = exchange.block(algo, itemsize)
+    most = max(exchange.PIECE // control.size // (elements * itemsize), 1) * elements
+    with control.lock:
+        if n == 0:
+            exchange.context(kind, control, "bulk", 1).record(**said)
+        for start in range(0, width if n else 0, most):
+            parts = Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
+            _launch(kind, control, x[start:], y[start:], parts, said, op, algo, root)
+
+
+def _launch(
+    kind: Kind, control: ControlGroup, x: torch.Tensor, y: torch.Tensor, parts: Parts, said: dict[str, Any], op: str, algo: str,
+    root: int,
+) -> None:  # fmt: skip
+    ctx = exchange.context(kind, control, algo, parts.blocks)
+    vector = math.gcd(16 // x.element_size(), parts.n, parts.chunk)
+    ctx.begin(algo, **said)
+    key = algo, op, x.dtype, parts, root, vector, x.data_ptr() % 16, y.data_ptr() % 16
+    _, launch = ctx.plan(key, lambda: ctx.prepared(algo, x, y, parts, op, vector, root))
+    launch((x, y))
+
+
+def _raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same memory as whole numbers, as wide as sizes and addresses allow, up to a word.
+
+    Ranks may choose otherwise: what travels is the same.
+    """
+    size = x.element_size()
+    places = [t.storage_offset() * size for t in (x, y)] + [t.data_ptr() for t in (x, y)]
+    width = math.gcd(4, chunk * size, x.numel() * size, y.numel() * size, *places)
+    dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
+    return x.view(dtype), y.view(dtype)
+
+
+def choose(nbytes: int, ranks: int) -> str:
+    """The algorithm that is expected to be faster for parts of ``nbytes``; words take twice as many, and bulk a signal."""
+    return "words" if nbytes * (ranks - 1) / RATE < SIGNAL else "bulk"

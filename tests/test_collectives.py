@@ -1,0 +1,200 @@
+"""reduce_scatter, all_gather, reduce, broadcast: dtypes, sizes, places, roots, many calls; bit by bit; faults."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import told
+from ranks import TORCHRUN, device, rows_slice, run_fresh, run_ranks
+
+import fluxlike
+from fluxlike.ops import collectives, exchange
+from fluxlike.ops.collectives import ALGORITHMS
+from fluxlike.runtime import programs, world
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Of which a word holds a part, one, or which take several.
+ANY = (torch.uint8, torch.bool, torch.bfloat16, torch.int64, torch.complex64)
+
+
+def numbers(shape, dtype, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device())
+
+
+def of_all(group, shape, dtype, seed):
+    return [numbers(shape, dtype, seed + 10 * rank) for rank in range(dist.get_world_size(group))]
+
+
+def expected(parts, op="sum"):
+    """In fp32, in the order of the ranks, rounded once."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = torch.maximum(total, part.float()) if op == "max" else total + part.float()
+    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+
+
+def context(name, group):
+    return world.current().cached[name, world.current().control_of(group).name]
+
+
+def reduces(group, dtype, algo):
+    """Rows that divide evenly, that do not, fewer than ranks, none; of one element and of several blocks in all parts."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    block = exchange.block(algo, dtype.itemsize)
+    for seed, shape in enumerate([(size, 3), (2 * size + 1, 5), (1,), (0, 4), (3 * size - 1, block // 2 + 3)]):
+        for op in exchange.OPS if seed < 3 else ("sum",):
+            parts = of_all(group, shape, dtype, 100 * seed)
+            y, right = fluxlike.reduce_scatter(parts[rank], group, op, algo), expected(parts, op)
+            assert torch.equal(y, right[rows_slice(shape[0], size, rank)]), f"{shape} {op}"
+            assert y.is_contiguous() and context("reduce_scatter", group).last_path == algo
+            root = (seed + 1) % size
+            y = fluxlike.reduce(parts[rank], root, group, op, algo)
+            assert torch.equal(y, right) if rank == root else y is None, f"{shape} {op} at {root}"
+
+
+def gathers(group, dtype, algo):
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    block = exchange.block(algo, dtype.itemsize)
+    for seed, shape in enumerate([(size, 3), (2 * size + 1, 5), (1,), (0, 4), (3 * size - 1, block // 2 + 3)]):
+        whole = (10 * numbers(shape, torch.float32, seed)).to(dtype)
+        mine = whole[rows_slice(shape[0], size, rank)]
+        assert torch.equal(fluxlike.all_gather(mine, group, shape[0], algo), whole), f"{shape}"
+        if shape[0] % size == 0:
+            assert torch.equal(fluxlike.all_gather(mine, group, algo=algo), whole), f"{shape}"
+        assert not seed or context("all_gather", group).last_path == algo
+        root = (seed + 1) % size
+        y = fluxlike.broadcast(whole if rank == root else torch.zeros_like(whole), root, group, algo)
+        assert torch.equal(y, whole), f"{shape} from {root}"
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_sizes(ranks, algo):
+    for dtype in DTYPES if ranks == 2 else DTYPES[1:2]:
+        run_ranks(reduces, ranks, dtype=dtype, algo=algo)
+    for dtype in ANY if ranks == 2 else ANY[::4]:
+        run_ranks(gathers, ranks, dtype=dtype, algo=algo)
+
+
+def places(group, algo):
+    """Tensors that begin anywhere, that are not contiguous, with what is no number."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        for offset in (1, 3):
+            parts = [(10 * numbers(700, torch.float32, offset + r)).to(dtype) for r in range(size)]
+            x = torch.zeros(710, dtype=dtype, device=device())
+            x[offset * rank : offset * rank + 700] = parts[rank]
+            x = x[offset * rank : offset * rank + 700]
+            assert torch.equal(fluxlike.all_gather(x, group, algo=algo), torch.cat(parts))
+            assert torch.equal(fluxlike.broadcast(x, 1, group, algo=algo), parts[1])
+            if dtype.is_floating_point:
+                rows = rows_slice(700, size, rank)
+                assert torch.equal(fluxlike.reduce_scatter(x, group, algo=algo), expected(parts)[rows])
+                y = fluxlike.reduce(x, 0, group, algo=algo)
+                assert rank or torch.equal(y, expected(parts))
+    parts = of_all(group, (4, 6), torch.bfloat16, 0)
+    assert torch.equal(fluxlike.reduce_scatter(parts[rank].T, group, algo=algo), expected(parts).T[rows_slice(6, size, rank)])
+    assert torch.equal(fluxlike.all_gather(parts[rank].T, group, algo=algo), torch.cat([part.T for part in parts]))
+    strange = torch.tensor([0x7FC1, 0xFFFF, 0x8000, 0x7F80], dtype=torch.uint16).view(torch.bfloat16).to(device())
+    got = fluxlike.broadcast(strange, 0, group, algo).view(torch.int16)
+    assert torch.equal(got, strange.view(torch.int16))  # every bit of what is no number
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_places(algo):
+    run_ranks(places, 2, algo=algo)
+
+
+def mixed(group, calls, jitter=False):
+    """Operations, algorithms, roots and sizes change from call to call; large ones go in several launches."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.05, delay=2e-3) if jitter else None)
+    exchange.PIECE, piece = 4 << 10, exchange.PIECE
+    try:
+        for call in range(calls):
+            n, algo, root = (3000, 20, 5001, 1)[call % 4], ALGORITHMS[call % 3 // 2], call % size
+            parts = of_all(group, n, torch.bfloat16, 7 * call)
+            whole, rows = expected(parts), rows_slice(n, size, rank)
+            assert torch.equal(fluxlike.broadcast(parts[rank], root, group, algo), parts[root]), call
+            assert torch.equal(fluxlike.reduce_scatter(parts[rank], group, "sum", algo), whole[rows]), call
+            y = fluxlike.reduce(parts[rank], root, group, "sum", algo)
+            assert torch.equal(y, whole) if rank == root else y is None, call
+            assert torch.equal(fluxlike.all_gather(whole[rows], group, n, algo), whole), call
+        ctx = context("reduce", group)
+        assert ctx.stats["launches"] == ctx.stats["calls"] > calls
+    finally:
+        exchange.PIECE = piece
+        programs.configure(previous)
+
+
+@pytest.mark.parametrize("jitter", [False, True], ids=["", "jitter"])
+def test_calls_back_to_back(jitter):
+    run_ranks(mixed, 3, calls=9, jitter=jitter)
+
+
+def refusals(group):
+    x = torch.zeros(4, 2, device=device())
+    rank = dist.get_rank(group)
+    for wrong, says in (
+        (lambda: fluxlike.reduce_scatter(x, group, "prod"), "reduce_scatter: op='prod' is not one of 'sum', 'avg', 'max'"),
+        (lambda: fluxlike.all_gather(x, group, algo="ring"), "all_gather: algo='ring' is not one of 'auto', 'words', 'bulk'"),
+        (lambda: fluxlike.reduce(x.int(), 0, group), "reduce: x has dtype torch.int32"),
+        (lambda: fluxlike.broadcast(x, 2, group), "broadcast: root=2 is no rank of the group"),
+        (lambda: fluxlike.reduce(x, True, group), "reduce: root=True is no rank of the group"),
+        (lambda: fluxlike.broadcast([1.0], 0, group), "x is list, it must be a tensor"),
+        (lambda: fluxlike.all_gather(x, group, 6 + 4 * rank), "4 rows, which are not those of rank"),
+        (lambda: fluxlike.all_gather(x, group, -1), "m=-1 rows"),
+        (lambda: fluxlike.reduce_scatter(x[0, 0], group), "no dimensions"),
+        (lambda: fluxlike.all_gather(x.to(torch.complex64).conj(), group), "use x.resolve_conj()"),
+        (lambda: fluxlike.broadcast(x.to("meta"), 0, group), "this rank's heap is on"),
+    ):
+        said, _ = told(wrong, ValueError)
+        assert says in said, said
+    assert torch.equal(fluxlike.broadcast(x + rank, 1, group), torch.ones_like(x))
+
+
+def test_bad_calls():
+    run_ranks(refusals, 2)
+
+
+def differ(group):
+    fluxlike.init(heap="shm")
+    fluxlike.all_gather(torch.ones(8), group)
+    fluxlike.all_gather(torch.ones(8 + group.rank()), group)
+
+
+def test_shards_of_different_sizes():
+    for outcome in run_fresh(differ, 2, {"FLUXLIKE_TIMEOUT_S": "20"}):
+        assert outcome.error == "CallMismatch" and "elements=18" in outcome.message, str(outcome)
+
+
+def lonely(group):
+    """The root of a broadcast need not wait for the others, but to be two calls ahead."""
+    fluxlike.init(heap="shm")
+    fluxlike.broadcast(torch.ones(8), 0, group)
+    if group.rank() == 0:
+        for _ in range(3):
+            fluxlike.broadcast(torch.ones(8), 0, group)
+
+
+def test_a_rank_that_does_not_come():
+    first, _ = run_fresh(lonely, 2, {"FLUXLIKE_TIMEOUT_S": "2"}, grace=10)
+    says = "broadcast: rank 0 waited 2 s for rank 1: the credit that its slots may be written again of call 4 (expected 2, saw 1)"
+    assert first.error == "PeerTimeout" and says in first.message, str(first)
+
+
+def checked(group):
+    fluxlike.init(heap="shm")
+    mixed(group, 4)
+    fluxlike.finalize()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_no_race(ranks):
+    for outcome in run_fresh(checked, ranks, {"FLUXLIKE_RACECHECK": "1"}, measure="kernels"):
+        assert outcome.ok, str(outcome)
+
+
+def test_choice():
+    assert [collectives.choose(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 20)] == ["words", "words", "bulk"]
+    assert collectives.choose(1 << 16, 8) == "bulk"
