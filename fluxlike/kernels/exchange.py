@@ -25,8 +25,8 @@ many small tensors take one launch, and are not copied together.
 
 Protocol and proofs
 
-* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set`` (release) of a
-  block's flag, behind its stores, pairs with ``wait`` (acquire) for it, in front of its loads: (A) parts, (B) results.
+* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set…`` (release) of a
+  block's flags, behind its stores, pairs with ``wait`` (acquire) for it, in front of its loads: (A) parts, (B) results.
 * Numbers come from ``epochs``, one for each program that a launch may have, which are all equal between launches: a program reads
   its own, and at its end advances its own and those that are P, 2P, … further on. So no program reads what another of the same
   launch writes, and no atomic is needed.
@@ -59,6 +59,7 @@ from .sync import (
     is_last_program,
     peer_address,
     publish_set,
+    publish_set_to_all,
     wait,
 )
 from .words import put, receive, receive_from, with_number
@@ -184,7 +185,7 @@ def exchange_words_kernel(
 @triton.jit(do_not_specialize=_NUMBERS)
 def exchange_bulk_kernel(
     x, y, table, data, flags, epochs, ctl, tensors, n, chunk, width, part, root, capacity, rank,
-    R: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROOTED: tl.constexpr, OP: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, SCATTER: tl.constexpr, GATHER: tl.constexpr, ROOTED: tl.constexpr, OP: tl.constexpr,
     B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """The same with blocks of B elements and flags; else the arguments of `exchange_words_kernel`."""
@@ -202,13 +203,16 @@ def exchange_bulk_kernel(
     if ROOTED:
         wait_readers(ctl, slot, rank, root, R, SCATTER)  # (C)
     if SCATTER:
-        for step in tl.static_range(1, steps):
-            owner = owner_at(step, rank, root, R, ROOTED)
-            for block in range(program, others, programs):
+        for block in range(program, others, programs):
+            for step in tl.static_range(1, steps):
+                owner = owner_at(step, rank, root, R, ROOTED)
                 source, left = place_in_part(x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 values = tl.load(source + at, mask=at < left, other=0)
                 tl.store(tl.multiple_of(peer_address(here + rank * row + block * B, ctl, rank, owner) + at, 16), values)
-                publish_set(peer_address(flags, ctl, rank, owner) + rank * capacity + block, epoch, False)  # (A)
+            if ROOTED:
+                publish_set(peer_address(flags, ctl, rank, root) + rank * capacity + block, epoch, False)  # (A)
+            else:
+                publish_set_to_all(flags, rank * capacity + block, epoch, ctl, rank, R, S)  # (A)
     for block in range(program, own, programs):
         if SCATTER:
             for step in tl.static_range(1, R):
@@ -229,9 +233,7 @@ def exchange_bulk_kernel(
             for step in tl.static_range(1, R):
                 there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
                 tl.store(tl.multiple_of(there + at, 16), reduced)
-            for step in tl.static_range(1, R):
-                flag = peer_address(flags, ctl, rank, (rank + step) % R) + number * capacity + block
-                publish_set(flag, epoch, False)  # (B)
+            publish_set_to_all(flags, number * capacity + block, epoch, ctl, rank, R, S)  # (B)
         result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
         tl.store(result + at, reduced, mask=at < left)
     if GATHER:

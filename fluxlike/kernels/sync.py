@@ -153,6 +153,19 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
+def publish_set_to_all(signals, number, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
+    """`publish_set` of every other rank's ``signals[number]``, by one release, which costs a trip.
+
+    S: R rounded up to a power of two.
+    """
+    drain_stores(False)
+    peer = tl.arange(0, S)
+    others = (peer != rank) & (peer < R)
+    theirs = peer_address(signals, ctl, rank, tl.where(others, peer, rank)) + number
+    tl.atomic_xchg(theirs, tl.zeros((S,), tl.int64) + value, mask=others, sem="release", scope="sys")
+
+
+@triton.jit
 def full_flag(full, slot, source, sub, R: tl.constexpr):
     """The copy engine's flag, 32 bits, for sub-chunk ``sub`` of ``source`` in a slot set; as `Context.peer_full` on the host."""
     return full + (slot * R + source) * MAX_SUBS + sub

@@ -84,8 +84,10 @@ class ExchangeContext(GroupContext):
         table: torch.Tensor | None = None,
     ) -> Prepared:  # fmt: skip
         """A launch for "words" or "bulk", which takes tensors in place of x and y, and of a list (``tensors``) a table."""
-        constants: dict[str, Any] = dict(R=self.size, SCATTER=self.kind.scatter, GATHER=self.kind.gather, ROOTED=self.kind.rooted)
-        constants |= dict(OP=OPS[op], MANY=table is not None, VEC=vector, MOST=MOST)
+        kind = self.kind
+        constants: dict[str, Any] = dict(SCATTER=kind.scatter, GATHER=kind.gather, ROOTED=kind.rooted)
+        constants |= dict(R=self.size, S=1 << (self.size - 1).bit_length(), OP=OPS[op])
+        constants |= dict(MANY=table is not None, VEC=vector, MOST=MOST)
         sizes = (tensors, *parts, root)
         args: tuple = (x, y, self.ctl if table is None else table)
         if algo == "bulk":
@@ -95,7 +97,7 @@ class ExchangeContext(GroupContext):
         else:
             kernel = exchange.exchange_words_kernel
             args += (self.epochs, self.ctl, *sizes, self.words, self.offsets["slots"], self.rank)
-            constants |= dict(B=WORDS, S=1 << (self.size - 1).bit_length(), WIDTH=4 // x.element_size())
+            constants |= dict(B=WORDS, WIDTH=4 // x.element_size())
         programs = max(1, min(MOST, self.world.executor.programs, parts.blocks))
         return self.prepare(kernel, programs, args, constants, Compiled(), (0, 1) if table is None else (0, 1, 2))
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import fluxlike
 
-from ..ops.all_reduce import ALGORITHMS, AllReduceContext
+from ..ops.all_reduce import ALGORITHMS
+from ..ops.exchange import ExchangeContext
 from ..runtime import world
 from . import bench_report
 from .bench_peers import Peers
@@ -264,5 +265,5 @@ class _Algorithm:
         """The memory stays for other calls."""
 
     @staticmethod
-    def _contexts() -> list[AllReduceContext]:
-        return [context for context in world.current().contexts if isinstance(context, AllReduceContext)]
+    def _contexts() -> list[ExchangeContext]:
+        return [context for context in world.current().contexts if isinstance(context, ExchangeContext)]
