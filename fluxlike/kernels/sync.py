@@ -153,6 +153,13 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
+def push(slot, block, flag, number, ctl, rank, peer, B: tl.constexpr):
+    """Store a block [B] to ``slot`` on ``peer``, then release: its ``flag`` is ``number``. Both are named by this rank's memory."""
+    tl.store(tl.multiple_of(peer_address(slot, ctl, rank, peer) + tl.arange(0, B), 16), block)
+    publish_set(peer_address(flag, ctl, rank, peer), number, False)
+
+
+@triton.jit
 def full_flag(full, slot, source, sub, R: tl.constexpr):
     """The copy engine's flag, 32 bits, for sub-chunk ``sub`` of ``source`` in a slot set; as `Context.peer_full` on the host."""
     return full + (slot * R + source) * MAX_SUBS + sub

@@ -49,28 +49,21 @@ class Compiled(NamedTuple):
     stages: int = 1
 
 
-class ExchangeContext(GroupContext):
-    """Memory for what the ranks of a group exchange, one call after the other.
+class EpochContext(GroupContext):
+    """A context whose kernels count calls by the numbers of their programs, ``epochs``."""
 
-    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
-    """
-
-    watched = ("head", "ctl", "flags", "slots", "data", "epochs")
+    watched: tuple[str, ...] = ("head", "ctl", "flags", "data", "epochs")
     payload = ("data",)
     signals = ("head", "flags")
 
-    def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
-        """Collective."""
-        self.maker = f"fluxlike.{kind.name}"
-        self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
-        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
-        super().__init__(kind.name, control, regions)
-        self.slots, self.flags = self.region("slots", torch.int64), self.region("flags", torch.int64)
-        self.data = self.region("data", torch.uint8)
+    def __init__(self, op: str, control: ControlGroup, regions: dict[str, int]) -> None:
+        """Collective. ``regions``: see `GroupContext`; "flags" and "data" among them."""
+        self.maker = f"fluxlike.{op}"
+        super().__init__(op, control, regions)
+        self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
         self.epochs = torch.zeros(MOST, dtype=torch.int64, device=self.device)
         #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
         self._captured: list[torch.Tensor] = []
-        self.made(kind.name, self.watched)
 
     def table(self, words: list[int]) -> torch.Tensor:
         """Words for a kernel, on the device once it runs."""
@@ -78,6 +71,23 @@ class ExchangeContext(GroupContext):
         if self.world.executor.is_capturing():
             self._captured.append(kept)
         return table
+
+
+class ExchangeContext(EpochContext):
+    """Memory for what the ranks of a group exchange, one call after the other.
+
+    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
+    """
+
+    watched = (*EpochContext.watched, "slots")
+
+    def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
+        """Collective."""
+        self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
+        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
+        super().__init__(kind.name, control, regions)
+        self.slots = self.region("slots", torch.int64)
+        self.made(kind.name, self.watched)
 
     def prepared(
         self, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int = -1, tensors: int = 1,
@@ -113,4 +123,4 @@ def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> Exchan
 
 def block(algo: str, itemsize: int) -> int:
     """Elements of a block."""
-    return (BULK if algo == "bulk" else WORDS * 4) // itemsize
+    return (BULK if algo in ("bulk", "trees") else WORDS * 4) // itemsize
