@@ -24,6 +24,7 @@ KERNELS = (
     "all_reduce_one_shot_kernel",
     "exchange_words_kernel",
     "exchange_bulk_kernel",
+    "all_reduce_trees_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
@@ -33,6 +34,7 @@ CALLS = {
     "one_shot": ("all_reduce", "one_shot"),
     "words": ("all_reduce", "two_shot"),
     "bulk": ("all_reduce", "bulk"),
+    "trees": ("all_reduce", "trees"),
     "rooted_words": ("reduce", "words"),
     "rooted_bulk": ("reduce", "bulk"),
 }

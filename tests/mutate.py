@@ -35,7 +35,7 @@ from mutate_source import PACKAGE, Edit, Source
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 DECOMPOSED = "decomposed"  # with kernels of its own
-ALGORITHMS = ("one_shot", "words", "bulk")  # of all_reduce, each a kernel
+ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}

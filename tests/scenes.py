@@ -34,6 +34,7 @@ import fluxlike.kernels.ag_gemm
 import fluxlike.kernels.all_reduce
 import fluxlike.kernels.exchange
 import fluxlike.kernels.gemm_rs
+import fluxlike.kernels.trees
 from fluxlike.kernels import lang, sync, words
 from fluxlike.runtime import env, interpreter, programs, shm, world
 
@@ -227,18 +228,21 @@ def _put_nothing(start, words, B: tl.constexpr):
     pass
 
 
-#: What sends words, and what flags, and what does neither.
-SENDS = (("put", _put_nothing), ("publish_set", _publish_nothing))
+@triton.jit
+def _push_nothing(slot, block, flag, number, ctl, rank, peer, B: tl.constexpr):
+    pass
 
 
 def lost_words(group: Any, algo: str) -> None:
-    """Rank 1 sends no words, or no flags. Rank 0 soon gives up and says why; rank 2, which would wait for long, follows it at once.
+    """Rank 1 sends nothing. Rank 0 soon gives up and says why; rank 2, which would wait for long, follows it at once.
 
     Without the checker, which takes what the GPU does with words for races.
     """
     global _ends
-    kernels = fluxlike.kernels.all_reduce if algo == "one_shot" else fluxlike.kernels.exchange
-    sends, nothing = SENDS[algo == "bulk"]
+    words_of = {"one_shot": fluxlike.kernels.all_reduce, "words": fluxlike.kernels.exchange}
+    blocks_of = {"bulk": fluxlike.kernels.exchange, "trees": fluxlike.kernels.trees}
+    kernels = (words_of | blocks_of)[algo]
+    sends, nothing = ("put", _put_nothing) if algo in words_of else ("push", _push_nothing)
     rank, sent, interpreted = group.rank(), getattr(kernels, sends), words.is_interp
     env.put("FLUXLIKE_RACECHECK", "0")
     words.is_interp = _no
@@ -310,6 +314,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
 
     ``limit``: seconds of a wait in a kernel; the ranks may take longer to start.
     """
+    env.put("FLUXLIKE_TOPOLOGY", "ring-3")
     programs._NAP_MAX = 8e-3  # most ranks wait most of the time, and several mutants share the cores
     if compiled:
         as_compiled()
@@ -320,6 +325,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
                 lost_words(group, algo)
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)
+    env.put("FLUXLIKE_TREE_ARRAY_BOUND", "1000")
     for kind in ("close",) if compiled else CALLS:
         for op, transport in plan:
             if op == "all_reduce":

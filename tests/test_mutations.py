@@ -53,11 +53,12 @@ SURVIVORS: dict[str, str] = {
     ),
     "ag_gemm_stream_k.wait_tile.wait:late": "the same waits for the shards of one tile, in another order",
     "elements.advance.store:*": "only the call's number in the message of a time-out, at which tests/test_all_reduce.py looks",
-    "exchange.exchange_*_kernel.advance:epoch+1": (
+    "exchange.end.advance:epoch+1": (
         "one set would do in two trips: whoever sends has heard of everybody that what was there before is read; one_shot needs two"
     ),
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
-    "exchange.exchange_*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
+    "trees.all_reduce_trees_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
+    "exchange.end.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
@@ -104,7 +105,10 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
     """The (operation, transport) that reach a mutant."""
     reached = set(mutant.reached)
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
-    return [pair for pair in found if not pair[1].startswith(mutate.ROOTED)] or found  # the others reach more, and do more
+    if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
+        return found
+    first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees"))]
+    return first or found  # what the others share they show sooner
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.

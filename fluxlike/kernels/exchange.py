@@ -86,16 +86,6 @@ def share(rank, part, root, ROOTED: tl.constexpr):
 
 
 @triton.jit
-def number_of_call(epochs, ctl, ROOTED: tl.constexpr):
-    """The number of this call."""
-    if ROOTED:
-        last = tl.load(ctl + EPOCH)
-    else:
-        last = tl.load(epochs + tl.program_id(0))
-    return last + 1
-
-
-@triton.jit
 def wait_readers(ctl, slot, rank, root, R: tl.constexpr, SCATTER: tl.constexpr):
     """Wait until those to whom this rank pushes have ended the call that used this set before: (C). ROOTED only."""
     if (rank == root) != SCATTER:
@@ -103,6 +93,27 @@ def wait_readers(ctl, slot, rank, root, R: tl.constexpr, SCATTER: tl.constexpr):
         for step in tl.static_range(1, 2 if SCATTER else R):
             peer = owner_at(step, rank, root, R, SCATTER)
             wait(head_of(ctl, rank) + CONSUMED + peer, last, ctl, rank, WAIT_CREDIT, peer, R)
+
+
+@triton.jit
+def begin(epochs, ctl, rank, root, R: tl.constexpr, SCATTER: tl.constexpr, ROOTED: tl.constexpr):
+    """The number of this call, once its set may be written."""
+    if ROOTED:
+        epoch = tl.load(ctl + EPOCH) + 1
+        wait_readers(ctl, (epoch & 1).to(tl.int32), rank, root, R, SCATTER)  # (C)
+    else:
+        epoch = tl.load(epochs + tl.program_id(0)) + 1
+    return epoch
+
+
+@triton.jit
+def end(epochs, ctl, rank, epoch, R: tl.constexpr, ROOTED: tl.constexpr, MOST: tl.constexpr):
+    """The end of the call for this program."""
+    if ROOTED:
+        if is_last_program(ctl, False):
+            finish(ctl, (epoch & 1).to(tl.int32), rank, epoch, R)  # (C)
+    else:
+        advance(epochs, ctl, epoch, MOST)
 
 
 @triton.jit
@@ -130,15 +141,12 @@ def exchange_words_kernel(
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    epoch = number_of_call(epochs, ctl, ROOTED)
-    slot = (epoch & 1).to(tl.int32)
+    epoch = begin(epochs, ctl, rank, root, R, SCATTER, ROOTED)
     row = capacity.to(tl.int64) * B
     results: tl.constexpr = R if SCATTER else 0
     steps: tl.constexpr = 2 if ROOTED else R
     own, others = share(rank, part, root, ROOTED)
     rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
-    if ROOTED:
-        wait_readers(ctl, slot, rank, root, R, SCATTER)  # (C)
     if SCATTER:
         for step in tl.static_range(1, steps):
             owner = owner_at(step, rank, root, R, ROOTED)
@@ -175,11 +183,7 @@ def exchange_words_kernel(
                     y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
                 )  # fmt: skip
                 store_payload(result, left, got.to(tl.int32), WIDTH, B)
-    if ROOTED:
-        if is_last_program(ctl, False):
-            finish(ctl, slot, rank, epoch, R)  # (C)
-    else:
-        advance(epochs, ctl, epoch, MOST)
+    end(epochs, ctl, rank, epoch, R, ROOTED, MOST)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -191,8 +195,7 @@ def exchange_bulk_kernel(
     """The same with blocks of B elements and flags; else the arguments of `exchange_words_kernel`."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    epoch = number_of_call(epochs, ctl, ROOTED)
-    slot = (epoch & 1).to(tl.int32)
+    epoch = begin(epochs, ctl, rank, root, R, SCATTER, ROOTED)
     row = capacity.to(tl.int64) * B
     results: tl.constexpr = R if SCATTER else 0
     steps: tl.constexpr = 2 if ROOTED else R
@@ -200,8 +203,6 @@ def exchange_bulk_kernel(
     rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
     here = data + (epoch & 1) * rows * row
     at = tl.arange(0, B)
-    if ROOTED:
-        wait_readers(ctl, slot, rank, root, R, SCATTER)  # (C)
     if SCATTER:
         for block in range(program, others, programs):
             for step in tl.static_range(1, steps):
@@ -212,7 +213,7 @@ def exchange_bulk_kernel(
             if ROOTED:
                 publish_set(peer_address(flags, ctl, rank, root) + rank * capacity + block, epoch, False)  # (A)
             else:
-                publish_set_to_all(flags, rank * capacity + block, epoch, ctl, rank, R, S)  # (A)
+                publish_set_to_all(flags + rank * capacity + block, epoch, ctl, rank, R, S)  # (A)
     for block in range(program, own, programs):
         if SCATTER:
             for step in tl.static_range(1, R):
@@ -233,7 +234,7 @@ def exchange_bulk_kernel(
             for step in tl.static_range(1, R):
                 there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
                 tl.store(tl.multiple_of(there + at, 16), reduced)
-            publish_set_to_all(flags, number * capacity + block, epoch, ctl, rank, R, S)  # (B)
+            publish_set_to_all(flags + number * capacity + block, epoch, ctl, rank, R, S)  # (B)
         result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
         tl.store(result + at, reduced, mask=at < left)
     if GATHER:
@@ -245,8 +246,4 @@ def exchange_bulk_kernel(
                 reduced = tl.load(tl.multiple_of(here + number * row + block * B + at, 16))
                 result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 tl.store(result + at, reduced, mask=at < left)
-    if ROOTED:
-        if is_last_program(ctl, False):
-            finish(ctl, slot, rank, epoch, R)  # (C)
-    else:
-        advance(epochs, ctl, epoch, MOST)
+    end(epochs, ctl, rank, epoch, R, ROOTED, MOST)

@@ -63,11 +63,16 @@ WAIT_RESULT = tl.constexpr(6)
 def peer_address(pointer, ctl, rank, peer):
     """The address on ``peer`` of the symmetric object at ``pointer`` on this rank (same offset in the context's block).
 
-    The hint of 16 bytes holds because every region starts at 256; without it stores fall apart into two-byte ones.
+    The hint of 16 bytes holds for a region, as every one starts at 256; without it stores fall apart into two-byte ones.
     """
+    return tl.multiple_of(at_peer(pointer, ctl, rank, peer), 16)
+
+
+@triton.jit
+def at_peer(pointer, ctl, rank, peer):
+    """`peer_address` of any word."""
     shift = tl.load(ctl + BASES + peer) - tl.load(ctl + BASES + rank)
-    moved = (pointer.to(tl.int64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
-    return tl.multiple_of(moved, 16)
+    return (pointer.to(tl.int64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
 
 
 @triton.jit
@@ -153,16 +158,23 @@ def publish_set(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
-def publish_set_to_all(signals, number, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
-    """`publish_set` of every other rank's ``signals[number]``, by one release, which costs a trip.
+def publish_set_to_all(signal, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
+    """`publish_set` of every other rank's ``signal``, by one release, which costs a trip.
 
     S: R rounded up to a power of two.
     """
     drain_stores(False)
     peer = tl.arange(0, S)
     others = (peer != rank) & (peer < R)
-    theirs = peer_address(signals, ctl, rank, tl.where(others, peer, rank)) + number
+    theirs = at_peer(signal, ctl, rank, tl.where(others, peer, rank))
     tl.atomic_xchg(theirs, tl.zeros((S,), tl.int64) + value, mask=others, sem="release", scope="sys")
+
+
+@triton.jit
+def push(slot, block, flag, number, ctl, rank, peer, B: tl.constexpr):
+    """Store a block [B] to ``slot`` on ``peer``, then release: its ``flag`` is ``number``. Both are named by this rank's memory."""
+    tl.store(tl.multiple_of(peer_address(slot, ctl, rank, peer) + tl.arange(0, B), 16), block)
+    publish_set(at_peer(flag, ctl, rank, peer), number, False)
 
 
 @triton.jit

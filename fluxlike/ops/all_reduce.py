@@ -14,9 +14,9 @@ from ..kernels.all_reduce import all_reduce_one_shot_kernel
 from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import exchange, validate
+from . import exchange, trees, validate
 from .context import DTYPES
-from .exchange import MOST, OPS, RATE, SIGNAL, TRIP, WORDS, Compiled, ExchangeContext, Kind, Parts
+from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, resolve
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -35,16 +35,21 @@ def all_reduce(
             list of such tensors of one dtype: they are reduced by one launch, where they lie.
         group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it).
         algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes),
-            "bulk" (the same with signals beside the data, for large tensors), or "auto", the one that is expected to be fastest.
+            "bulk" (the same with signals beside the data, for large tensors), or "auto", the one of these that is expected to be
+            fastest; or "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
+            FLUXLIKE_TOPOLOGY or, without it, for this machine; one up to FLUXLIKE_TREE_ARRAY_BOUND elements, beyond one for each
+            rank. The ranks agree on the plan when they first use it, and keep it.
 
     Returns:
         A new tensor, or a list of them, contiguous, with the shape and dtype of x.
 
     Numerics: computed in fp32 in the order of the ranks and rounded once; the same bits on all ranks, on every repeat, and by every
-    algorithm. Without gradients.
+    algorithm but "trees". There sums travel up in fp32 and are added in the order of the tree, and the root rounds once: the same
+    bits on all ranks and on every repeat, but perhaps not those of the other algorithms. Without gradients.
 
     Raises:
-        ValueError: dtypes, devices, names that do not fit; ranks that make different calls. RuntimeError: no init.
+        ValueError: dtypes, devices, names that do not fit; ranks that make different calls; with "trees", a topology that is of
+            another number of GPUs, or not the same on all ranks. RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
     xs = _checked(x, op, algo)
@@ -69,8 +74,8 @@ def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
     """The tensors of a call, as a list."""
     if op not in OPS:
         raise ValueError(f"all_reduce: op={op!r} is not one of {', '.join(map(repr, OPS))}")
-    if algo not in ("auto", *ALGORITHMS):
-        raise ValueError(f"all_reduce: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS)))}")
+    if algo not in ("auto", *ALGORITHMS, "trees"):
+        raise ValueError(f"all_reduce: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS, 'trees')))}")
     xs = [x] if isinstance(x, torch.Tensor) else list(x) if isinstance(x, (list, tuple)) else [x]
     device = world.current().device
     for t in xs:
@@ -88,8 +93,9 @@ def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGrou
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:
             exchange.context(KIND, control, "bulk", 1).record(elements=0)
-        for pieces in _launches(some, exchange.PIECE):
-            _launch(control, pieces, op, algo)
+        elements = sum(x.numel() for x, _ in some)
+        for pieces in _launches(some, trees.PIECE if algo == "trees" else exchange.PIECE):
+            _launch(control, pieces, op, algo, elements)
 
 
 def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
@@ -114,21 +120,22 @@ class _Plan(NamedTuple):
     layout: list[int]
 
 
-def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> None:
-    """One launch: of one tensor, or of several."""
+def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: int) -> None:
+    """One launch: of one tensor, or of several. ``of``: elements of the whole call."""
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
     if algo == "auto":
         algo = choose(sum(sizes) * dtype.itemsize, control.size)
     elements = exchange.block(algo, dtype.itemsize)
     blocks = sum(cdiv(size, elements) for size in sizes)
-    row = blocks if algo == "one_shot" else cdiv(blocks, control.size)
-    ctx = exchange.context(KIND, control, algo, row)
+    row = blocks if algo in ("one_shot", "trees") else cdiv(blocks, control.size)
+    ctx = trees.context(control, row) if algo == "trees" else exchange.context(KIND, control, algo, row)
+    several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
     places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
     # of one tensor the launch itself sees the address
     vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
     ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
-    key = algo, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
-    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, op, row, elements, vector))
+    key = algo, several, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
+    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, several, op, row, elements, vector))
     x, y = pairs[0]
     if len(pairs) == 1:
         plan.launch((x, y))
@@ -137,13 +144,18 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str) -> Non
         plan.launch((x, y, ctx.table(words)))
 
 
-def _plan(ctx: ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, elements: int, vector: int) -> _Plan:
+def _plan(
+    ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, several: bool, op: str, row: int, elements: int,
+    vector: int,
+) -> _Plan:  # fmt: skip
     """``row``: blocks of all tensors, or of each rank's part of them."""
     x, y = pairs[0]
     layout, table = [], None
     if len(pairs) > 1:
-        layout = _layout([x.numel() for x, _ in pairs], elements, row if algo == "one_shot" else row * ctx.size)
+        layout = _layout([x.numel() for x, _ in pairs], elements, row if algo in ("one_shot", "trees") else row * ctx.size)
         table = torch.empty(2 * len(pairs) + len(layout), dtype=torch.int64, device=ctx.device)
+    if isinstance(ctx, trees.TreeContext):
+        return _Plan(ctx.prepared(x, y, several, row, op, vector, len(pairs), table), layout)
     if algo != "one_shot":
         chunk = row * elements
         parts = Parts(x.numel(), chunk, chunk, row)
@@ -153,9 +165,8 @@ def _plan(ctx: ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int,
     constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
     sizes = (len(pairs), x.numel(), row, ctx.words, ctx.offsets["slots"], ctx.rank)
     args = (x, y, ctx.ctl if table is None else table, ctx.epochs, ctx.ctl, *sizes)
-    programs = max(1, min(MOST, ctx.world.executor.programs, row))
     varying = (0, 1) if table is None else (0, 1, 2)
-    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, Compiled(), varying), layout)
+    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, ctx.programs(row), args, constants, OF_WORDS, varying), layout)
 
 
 def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:

@@ -24,7 +24,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, validate
 from .context import DTYPES
-from .exchange import OPS, RATE, SIGNAL, Kind, Parts
+from .exchange import OPS, Kind
 from .group import resolve
 
 REDUCE_SCATTER = Kind("reduce_scatter", scatter=True)
@@ -156,35 +156,23 @@ def _run(
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
     x, y, nbytes = x.view(-1), y.view(-1), x.element_size()
     if kind.gather:
-        x, y = _raw(x, y, chunk)
+        x, y = raw(x, y, chunk)
     itemsize = x.element_size()
     n, chunk = n * nbytes // itemsize, chunk * nbytes // itemsize
     width = n if kind.rooted else chunk
     if algo == "auto":
-        algo = choose(width * itemsize, control.size)
-    elements = exchange.block(algo, itemsize)
-    most = max(exchange.PIECE // control.size // (elements * itemsize), 1) * elements
+        algo = exchange.choose(width * itemsize, control.size)
     with control.lock:
         if n == 0:
             exchange.context(kind, control, "bulk", 1).record(**said)
-        for start in range(0, width if n else 0, most):
-            parts = Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
-            _launch(kind, control, x[start:], y[start:], parts, said, op, algo, root)
+        for start, parts in exchange.pieces(n, chunk, width if n else 0, algo, itemsize, control.size):
+            ctx = exchange.context(kind, control, algo, parts.blocks)
+            ctx.begin(algo, **said)
+            here = x[start:], y[start:]
+            exchange.launch_for(ctx, algo, *here, parts, op, root)(here)
 
 
-def _launch(
-    kind: Kind, control: ControlGroup, x: torch.Tensor, y: torch.Tensor, parts: Parts, said: dict[str, Any], op: str, algo: str,
-    root: int,
-) -> None:  # fmt: skip
-    ctx = exchange.context(kind, control, algo, parts.blocks)
-    vector = math.gcd(16 // x.element_size(), parts.n, parts.chunk)
-    ctx.begin(algo, **said)
-    key = algo, op, x.dtype, parts, root, vector, x.data_ptr() % 16, y.data_ptr() % 16
-    _, launch = ctx.plan(key, lambda: ctx.prepared(algo, x, y, parts, op, vector, root))
-    launch((x, y))
-
-
-def _raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The same memory as whole numbers, as wide as sizes and addresses allow, up to a word.
 
     Ranks may choose otherwise: what travels is the same.
@@ -194,8 +182,3 @@ def _raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, to
     width = math.gcd(4, chunk * size, x.numel() * size, y.numel() * size, *places)
     dtype = {4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
     return x.view(dtype), y.view(dtype)
-
-
-def choose(nbytes: int, ranks: int) -> str:
-    """The algorithm that is expected to be faster for parts of ``nbytes``; words take twice as many, and bulk a signal."""
-    return "words" if nbytes * (ranks - 1) / RATE < SIGNAL else "bulk"

@@ -1,23 +1,26 @@
 """What the operations on parts of tensors share: memory, and launches of the kernels of `kernels/exchange.py`."""
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import elements, exchange
+from ..kernels.tiles import cdiv
 from ..runtime.control import ControlGroup
 from .group import GroupContext, Prepared, kept
 
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
 #: Words of a block, where two a thread are a vector, and bytes of one that is signalled.
-WORDS, BULK = 512, 8 << 10
-#: Programs of a launch at most.
-MOST = 64
+WORDS, BULK = 256, 8 << 10
+#: Programs of a launch at most, and on each multiprocessor: a second one works while the first waits for its stores to arrive.
+MOST, OVER = 256, 2
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
-PIECE = 16 << 20
-#: What a trip to a peer takes beyond its bytes, a signal behind them, and the rate of bytes, flags included: assumptions, not
-#: measured yet.
-TRIP, SIGNAL, RATE = 2e-6, 1e-6, 300e9
+PIECE = 32 << 20
+#: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes, flags
+#: included. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
+START, TRIP, SIGNAL, RATE = 1.6e-6, 2.2e-6, 1.65e-6, 350e9
 
 
 class Kind(NamedTuple):
@@ -45,32 +48,32 @@ class Parts(NamedTuple):
 class Compiled(NamedTuple):
     """See `group.Compiled`."""
 
-    warps: int = 8
+    warps: int
     stages: int = 1
 
 
-class ExchangeContext(GroupContext):
-    """Memory for what the ranks of a group exchange, one call after the other.
+OF_WORDS, OF_BULK = Compiled(warps=4), Compiled(warps=8)
 
-    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
-    """
 
-    watched = ("head", "ctl", "flags", "slots", "data", "epochs")
+class EpochContext(GroupContext):
+    """A context whose kernels count calls by the numbers of their programs, ``epochs``."""
+
+    watched: tuple[str, ...] = ("head", "ctl", "flags", "data", "epochs")
     payload = ("data",)
     signals = ("head", "flags")
 
-    def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
-        """Collective."""
-        self.maker = f"fluxlike.{kind.name}"
-        self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
-        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
-        super().__init__(kind.name, control, regions)
-        self.slots, self.flags = self.region("slots", torch.int64), self.region("flags", torch.int64)
-        self.data = self.region("data", torch.uint8)
+    def __init__(self, op: str, control: ControlGroup, regions: dict[str, int]) -> None:
+        """Collective. ``regions``: see `GroupContext`; "flags" and "data" among them."""
+        self.maker = f"fluxlike.{op}"
+        super().__init__(op, control, regions)
+        self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
         self.epochs = torch.zeros(MOST, dtype=torch.int64, device=self.device)
         #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
         self._captured: list[torch.Tensor] = []
-        self.made(kind.name, self.watched)
+
+    def programs(self, tiles: int) -> int:
+        """Programs of a launch over so many blocks."""
+        return max(1, min(MOST, OVER * self.world.executor.programs, tiles))
 
     def table(self, words: list[int]) -> torch.Tensor:
         """Words for a kernel, on the device once it runs."""
@@ -78,6 +81,23 @@ class ExchangeContext(GroupContext):
         if self.world.executor.is_capturing():
             self._captured.append(kept)
         return table
+
+
+class ExchangeContext(EpochContext):
+    """Memory for what the ranks of a group exchange, one call after the other.
+
+    ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
+    """
+
+    watched = (*EpochContext.watched, "slots")
+
+    def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
+        """Collective."""
+        self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
+        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
+        super().__init__(kind.name, control, regions)
+        self.slots = self.region("slots", torch.int64)
+        self.made(kind.name, self.watched)
 
     def prepared(
         self, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int = -1, tensors: int = 1,
@@ -98,8 +118,8 @@ class ExchangeContext(GroupContext):
             kernel = exchange.exchange_words_kernel
             args += (self.epochs, self.ctl, *sizes, self.words, self.offsets["slots"], self.rank)
             constants |= dict(B=WORDS, WIDTH=4 // x.element_size())
-        programs = max(1, min(MOST, self.world.executor.programs, parts.blocks))
-        return self.prepare(kernel, programs, args, constants, Compiled(), (0, 1) if table is None else (0, 1, 2))
+        compiled = OF_BULK if algo == "bulk" else OF_WORDS
+        return self.prepare(kernel, self.programs(parts.blocks), args, constants, compiled, (0, 1) if table is None else (0, 1, 2))
 
 
 def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> ExchangeContext:
@@ -113,6 +133,38 @@ def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> Exchan
     return kept((kind.name, control.name), control, sizes, make, 1 << 31)
 
 
+def choose(nbytes: int, ranks: int) -> str:
+    """"words" or "bulk", what is expected to be faster for parts of ``nbytes``; words take twice as many, and bulk a signal."""
+    return "words" if nbytes <= few(ranks) else "bulk"
+
+
+def few(ranks: int) -> int:
+    """Bytes of a part up to which words are faster: a second time as many take as long as the signal."""
+    return int(SIGNAL * RATE / max(ranks - 1, 1))
+
+
+def seconds(nbytes: int, ranks: int) -> float:
+    """What one trip of parts of ``nbytes`` is expected to take, with its launch."""
+    wire = nbytes * (ranks - 1) / RATE
+    return START + TRIP + (2 * wire if choose(nbytes, ranks) == "words" else SIGNAL + wire)
+
+
+def pieces(n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
+    """Launches for parts of ``width`` elements, of ``n`` in all, ``chunk`` from one to the next: first element, parts."""
+    elements = block(algo, itemsize)
+    most = max(PIECE // ranks // (elements * itemsize), 1) * elements
+    for start in range(0, width, most):
+        yield start, Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
+
+
+def launch_for(ctx: ExchangeContext, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, root: int = -1) -> Prepared:
+    """The launch for tensors like x and y, planned at most once."""
+    vector = math.gcd(16 // x.element_size(), parts.n, parts.chunk)
+    key = algo, op, x.dtype, parts, root, vector, x.data_ptr() % 16, y.data_ptr() % 16
+    made: Prepared = ctx.plan(key, lambda: ctx.prepared(algo, x, y, parts, op, vector, root))[1]
+    return made
+
+
 def block(algo: str, itemsize: int) -> int:
     """Elements of a block."""
-    return (BULK if algo == "bulk" else WORDS * 4) // itemsize
+    return (BULK if algo in ("bulk", "trees") else WORDS * 4) // itemsize

@@ -142,6 +142,12 @@ class LinkMatrix:
         """The same machine with GPU ``order[i]`` as number i."""
         if sorted(order) != list(range(len(self))):
             raise ValueError(f"order {list(order)} does not name each of the {len(self)} GPUs once")
+        return self.part(order)
+
+    def part(self, order: Sequence[int]) -> "LinkMatrix":
+        """Some of the GPUs, ``order[i]`` as number i, and the links between them."""
+        if len(set(order)) < len(order) or not set(order) <= set(range(len(self))):
+            raise ValueError(f"order {list(order)} must name different GPUs, of 0 to {len(self) - 1}")
         bandwidth = tuple(tuple(self.bandwidth[i][j] for j in order) for i in order)
         kind = tuple(tuple(self.kind[i][j] for j in order) for i in order)
         return replace(self, bandwidth=bandwidth, kind=kind, port=tuple(self.port[i] for i in order))

@@ -1,7 +1,7 @@
 """The kernels of fluxlike's operations, as calls launch them, and what each must have."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from ...ops import ag_gemm as ag_gemm_op
 from ...ops import collectives
 from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
-from ...runtime import dry
+from ...runtime import dry, env
 from .compiling import Built, Launch, build, launch_of
 from .rules import Finding, Spec, lint_built
 
@@ -70,7 +70,7 @@ class Report:
 def cases(capability: int) -> list[Case]:
     """Calls that reach every branch of the kernels that this compute capability can reach, each launch once."""
     found = []
-    for algo in ALGORITHMS:
+    for algo in (*ALGORITHMS, "trees"):
         found += [Case("all_reduce", algo), Case("all_reduce", algo, dtype=torch.float32)]
         if capability == 90:
             found.append(Case("all_reduce", algo, "list"))
@@ -95,6 +95,17 @@ def cases(capability: int) -> list[Case]:
     return found
 
 
+@contextmanager
+def _topology(name: str) -> Iterator[None]:
+    """For trees: there may be no GPU that could be looked at."""
+    before = env.get("FLUXLIKE_TOPOLOGY")
+    env.put("FLUXLIKE_TOPOLOGY", name)
+    try:
+        yield
+    finally:
+        env.put("FLUXLIKE_TOPOLOGY", before)
+
+
 def launches(case: Case, capability: int) -> list[Launch]:
     """What the call launches on a GPU of this compute capability, each different kernel once."""
     m, n, k = SHAPES[case.shape]
@@ -103,7 +114,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return dry.tensor(shape, case.dtype)
 
     weight = operand(k, n).T if case.kn else operand(n, k)
-    with dry.recording((capability // 10, capability % 10), RANKS) as records:
+    with _topology(f"nvswitch-{RANKS}"), dry.recording((capability // 10, capability % 10), RANKS) as records:
         if case.op == "gemm_rs":
             with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
@@ -146,6 +157,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
+        # a child's sum and the result; the sum to the parent, and the result to a child
+        "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, peers * rooted, rooted, 0),
         # parts and results of each, and such credits
         "exchange_bulk_kernel": (
@@ -166,6 +179,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
+            "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
         }
         return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
