@@ -12,13 +12,17 @@ from ranks import device, exact, ints, rows_slice
 import fluxlike
 
 TRANSPORTS = ("copy_engine", "in_kernel")
-SCHEDULES = (*TRANSPORTS, "stream_k", "decomposed")
+SCHEDULES = (*TRANSPORTS, "stream_k", "decomposed", "sequential")
+#: Those in which torch multiplies.
+TORCH = ("decomposed", "sequential")
 #: Those whose copies the copy engine makes.
 COPIES = ("copy_engine", "decomposed")
 
 
 def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bool = False, weights: int = 1) -> int:
     """Kernels that a call launches."""
+    if schedule == "sequential":
+        return int(ranks > 1)
     if schedule != "decomposed":
         return weights + gathered
     if op == "gemm_rs":
@@ -49,6 +53,8 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def poison(ctx, group) -> None:
     """NaN into the slots of a new context, before any rank makes a call."""
     ctx.data.fill_(float("nan"))
+    if ctx.exchange is not None:
+        ctx.exchange.data.fill_(0xFF)  # of every dtype a NaN
     ctx.check()
     dist.barrier(group)
 

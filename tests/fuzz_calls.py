@@ -240,7 +240,7 @@ def calls(draw, faulty: bool) -> Call:
     return Call(
         op=op,
         world=world,
-        schedule=draw(st.sampled_from(("copy_engine", "in_kernel", "stream_k", "decomposed", "auto", None))),
+        schedule=draw(st.sampled_from(("copy_engine", "in_kernel", "stream_k", "decomposed", "sequential", "auto", None))),
         dtype=draw(st.sampled_from(DTYPES)),
         m=m,
         ns=tuple(ns),

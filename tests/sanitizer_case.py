@@ -17,7 +17,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     fluxlike.init(heap="nvshmem", heap_bytes=64 << 20)
-    for schedule in ("copy_engine", "in_kernel", "stream_k", "decomposed"):
+    for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed"):
         for m, n, k in ((272, 160, 96), (131, 72, 40)):
             with (
                 fluxlike.create_gemm_rs_context(m, n, schedule=schedule) as rs,

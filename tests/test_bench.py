@@ -82,6 +82,14 @@ def test_iters(ms, calls):
     assert bench.auto_iters(ms) == calls
 
 
+def test_every_method_is_first_last_and_behind_others():
+    turns = [bench.in_turn("abcd", turn) for turn in range(4)]
+    assert all(sorted(turn) == list("abcd") for turn in turns) and len({turn[0] for turn in turns}) > 1
+    followed = {(a, b) for turn in turns for a, b in zip(turn, turn[1:], strict=False)}
+    assert all(len({a for a, b in followed if b == name}) > 1 for name in "abcd")
+    assert bench.in_turn([], 3) == []
+
+
 def test_budget():
     now = 100.0
     budget = bench.Budget(30, clock=lambda: now)
@@ -167,8 +175,9 @@ def test_defaults():
     on_gpus, on_cpus = bench.parse(["gemm_rs"], cuda=True), bench.parse(["gemm_rs"], cuda=False)
     assert on_gpus.suite == "headline" and on_cpus.suite == "toy"
     assert on_gpus.modes == ["eager"] and on_gpus.rounds == 7 and on_gpus.iters is None
-    assert on_gpus.methods == ["gemm", "torch", "async_tp", "copy_engine", "in_kernel", "stream_k", "decomposed", "auto"]
-    assert on_cpus.methods == ["reference", "copy_engine", "in_kernel", "stream_k", "decomposed", "auto"]
+    ours = ["copy_engine", "in_kernel", "sequential", "stream_k", "decomposed", "auto"]
+    assert on_gpus.methods == ["gemm", "torch", "async_tp", *ours]
+    assert on_cpus.methods == ["reference", *ours]
     assert bench.parse(["gemm_rs", "--graph"], cuda=True).modes == ["graph"]
     assert bench.parse(["gemm_rs", "--graph", "--eager"], cuda=True).modes == ["eager", "graph"]
     assert bench.parse(["ag_gemm", "--methods", "auto,torch"], cuda=True).methods == ["torch", "auto"]

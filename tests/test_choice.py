@@ -42,7 +42,8 @@ PROBLEMS = st.builds(
 @given(problem=PROBLEMS)
 def test_candidates_are_possible_and_go_through_json(problem):
     found = choice.candidates(problem)
-    assert len(set(found)) == len(found) and {made.transport for made in found} == set(choice.TRANSPORTS[problem.op])
+    assert len(set(found)) == len(found)
+    assert {made.transport for made in found} == {made.transport for made in choice.usuals(problem)}
     times = [choice.predict(problem, made) for made in found]
     assert times == sorted(times) and times[0] > 0 and times[-1] < 1e6
     for made in (found[0], found[-1]):
@@ -56,7 +57,7 @@ def test_what_is_chosen_is_a_candidate(problem, data):
     """Without a table, with a fitting one, and with one of another problem's choices."""
     other = data.draw(PROBLEMS)
     theirs = data.draw(st.sampled_from(choice.candidates(other)))
-    schedule = data.draw(st.sampled_from(("auto", *choice.TRANSPORTS[problem.op])))
+    schedule = data.draw(st.sampled_from(("auto", *(made.transport for made in choice.usuals(problem)))))
     plain = choice.choose(problem, schedule, {})
     assert choice.why_not(problem, plain) is None and schedule in ("auto", plain.transport)
     possible = choice.why_not(problem, theirs) is None and schedule in ("auto", theirs.transport)
@@ -125,7 +126,8 @@ def records():
     for path in sorted((ROOT / "docs" / "measured").glob("2026-11-21-*-h*-R4.json")):
         data = json.loads(path.read_text())
         for shape in data["shapes"]:
-            times = {name: shape["methods"][name]["ms"]["median"] * 1e3 for name in choice.TRANSPORTS[data["op"]]}
+            methods = shape["methods"]
+            times = {name: methods[name]["ms"]["median"] * 1e3 for name in choice.TRANSPORTS[data["op"]] if name in methods}
             yield on_h200(data["op"], shape["m"], shape["n"], shape["k"]), times
 
 
@@ -145,9 +147,21 @@ def test_the_model_ranks_the_schedules_as_they_were_measured():
         for transport, us in times.items():
             made = replace(choice.usual(problem, transport), tile=wide)  # the others came later
             assert choice.predict(problem, made) * 1e6 == pytest.approx(us, rel=0.35), (problem.shape, transport)
-        took = choice.choose(problem, "auto", {}).transport
+        took = min(times, key=lambda name: choice.predict(problem, choice.usual(problem, name)))
         assert times[took] <= 1.02 * min(times.values()), (problem.shape, took, times)
         assert times[took] <= 1.01 * times[rule_before(problem)], (problem.shape, took, times)
+
+
+def test_when_torch_may_multiply():
+    """By auto: few rows, bf16 or fp16, not on the CPU heap. Asked for, always."""
+    few, many = on_h200("gemm_rs", 512, 8192, 28672), on_h200("gemm_rs", 8192, 8192, 28672)
+    assert choice.choose(few, "auto", {}).transport == "sequential" and choice.choose(many, "auto", {}).transport == "copy_engine"
+    for other in (many, replace(few, dtype=torch.float32), replace(few, capability=tiling.CPU)):
+        made = choice.usual(other, "sequential")
+        assert choice.why_not(other, made) is not None and made not in choice.candidates(other)
+        assert choice.choose(other, "sequential", {}) == made
+        assert choice.choose(other, "auto", {other.shape: made}).transport != "sequential"
+    assert [made for made in choice.candidates(few) if made.transport == "sequential"] == [choice.usual(few, "sequential")]
 
 
 def test_every_transport_has_a_model():
@@ -161,7 +175,8 @@ def test_chunks_are_cut_as_was_measured():
 
 
 def test_shortlist_begins_with_what_is_usual():
-    for problem in (on_h200("gemm_rs", 8192, 8192, 8192), on_h200("ag_gemm", 512, 57344, 8192)):
+    assert tuning.shortlist(on_h200("ag_gemm", 512, 57344, 8192))[0].transport == "sequential"
+    for problem in (on_h200("gemm_rs", 8192, 8192, 8192), on_h200("ag_gemm", 4096, 57344, 8192)):
         found = tuning.shortlist(problem)
         assert found[0] == choice.choose(problem, "auto", {}) and 6 <= len(found) == len(set(found)) <= tuning.MOST
         assert {made.transport for made in found} == {"copy_engine", "in_kernel"}

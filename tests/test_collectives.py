@@ -7,7 +7,7 @@ from faults import told
 from ranks import TORCHRUN, device, rows_slice, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.ops import collectives, exchange
+from fluxlike.ops import exchange
 from fluxlike.ops.collectives import ALGORITHMS
 from fluxlike.runtime import programs, world
 
@@ -196,5 +196,7 @@ def test_no_race(ranks):
 
 
 def test_choice():
-    assert [collectives.choose(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 20)] == ["words", "words", "bulk"]
-    assert collectives.choose(1 << 16, 8) == "bulk"
+    assert [exchange.choose(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 20)] == ["words", "words", "bulk"]
+    assert exchange.choose(1 << 17, 8) == "bulk"
+    times = [exchange.seconds(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 18, 1 << 20)]
+    assert times == sorted(times) and times[0] == pytest.approx(exchange.START + exchange.TRIP, rel=0.01)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES, AGCase, RSCase, launches, same
+from cases import SCHEDULES, TORCH, AGCase, RSCase, launches, same
 from ranks import device, ints, rows_slice, run_ranks
 
 import fluxlike
@@ -17,7 +17,7 @@ WORLDS = (2, 4)
 
 def path(schedule: str) -> str:
     """What `last_path` says of a call with operands that TMA can address."""
-    return f"{schedule}/{'torch' if schedule == 'decomposed' else 'tma'}"
+    return f"{schedule}/{'torch' if schedule in TORCH else 'tma'}"
 
 
 def contexts(group, schedule, m, n, k, dtype=torch.bfloat16):

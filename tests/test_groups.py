@@ -31,7 +31,7 @@ def side_by_side(group, layout, dtype):
     seeds = itertools.count(1000 * place)
     m, n, k = ((90, 40, 30), (33, 100, 64))[place]
     with fluxlike.create_gemm_rs_context(64, 48, dtype=dtype, group=group, schedule="in_kernel") as everyone:
-        for schedule in (*TRANSPORTS, "decomposed"):
+        for schedule in (*TRANSPORTS, "decomposed", "sequential"):
             rs = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=mine, schedule=schedule)
             poison(rs, mine)
             assert rs.group_ranks == list(LAYOUTS[layout][place]) and rs.size == size
@@ -53,7 +53,7 @@ def side_by_side(group, layout, dtype):
                     poison(rs, mine)
             for ctx in (rs, *extra):
                 ctx.close()
-        assert everyone.stats["calls"] == 4 * (len(TRANSPORTS) + 1)
+        assert everyone.stats["calls"] == 4 * (len(TRANSPORTS) + 2)
 
 
 @pytest.mark.parametrize(("layout", "dtype"), (("blocks", "bfloat16"), ("stripes", "float32"), ("unequal", "float16")))

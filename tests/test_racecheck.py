@@ -41,7 +41,7 @@ def every_operation(group: Any) -> int:
     fluxlike.init(heap="shm")
     rank, ranks, calls = group.rank(), group.size(), 0
     generator = np.random.default_rng(5)
-    for transport in ("in_kernel", "copy_engine", "decomposed"):
+    for transport in ("in_kernel", "copy_engine", "decomposed", "sequential"):
         dtype = torch.bfloat16 if (transport == "in_kernel") == (ranks == 3) else torch.float32
         with (
             fluxlike.create_gemm_rs_context(80, 96, dtype=dtype, schedule=transport) as rs,

@@ -15,7 +15,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
-from . import choice, cost, decomposed, tiling, tuning, validate
+from . import choice, cost, decomposed, sequential, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -53,6 +53,8 @@ class AGGemmContext(Context):
             super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
         self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
         racecheck.watch("ag_gemm.pushed", self.pushed)
+        with control.lock:
+            self.make_exchange(control.size * rows * k)
 
 
 def create_ag_gemm_context(
@@ -71,7 +73,8 @@ def create_ag_gemm_context(
         k: most columns of the input. dtype: torch.bfloat16, torch.float16 or torch.float32, of input, weights and result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the shards: "copy_engine", "in_kernel", or "auto": what was measured, else expected, to be faster
-            (docs/tune.md). "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
+            (docs/tune.md). "sequential", for few rows: one exchange kernel, then the products by cuBLAS (`ops.sequential`); auto
+            knows it, too. "stream_k": in-kernel too, with the product cut into equal shares of k-steps
             (`kernels.ag_gemm_stream_k`). "decomposed": by the copy engine, a whole shard at a time, and the products by cuBLAS,
             one a shard (`ops.decomposed`). Auto chooses neither of these two.
 
@@ -217,6 +220,9 @@ def _run(
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
     kinds = rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
     _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, beside is not None))
+    if isinstance(plan, sequential.Plan):
+        sequential.ag_gemm(ctx, plan, x, weights, biases, results, gathered)
+        return
     slot = ctx.start(plan.transport, plan.tile, M=m, K=k)
     shard, *operands = tiling.padded(operands, plan.padded)
 
@@ -245,7 +251,7 @@ def _plan(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     beside: bool,
-) -> _Plan:
+) -> _Plan | sequential.Plan:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, rows, operands, biases, results, gathered)
     m, k = results[0].shape[0], operands[0].shape[1]
@@ -258,6 +264,8 @@ def _plan(
     else:
         chosen = ctx.choose(problem)
     transport, subs = chosen.transport, chosen.subs
+    if transport == sequential.NAME:
+        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous())
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)

@@ -3,8 +3,9 @@
 The knobs are those that the kernels have, no more: every schedule pushes (none pulls), gemm_rs computes the own chunk last and
 ag_gemm first. What is chosen:
 
-* ``transport``: who carries the data, one of `TRANSPORTS`. The size of what is signalled on its own goes with it: in_kernel a
-  tile (gemm_rs) or a row of tiles (ag_gemm), copy_engine a chunk or one of its ``subs`` parts.
+* ``transport``: who carries the data, one of `TRANSPORTS`; with "sequential" nothing else, as torch multiplies. The size of what
+  is signalled on its own goes with it: in_kernel a tile (gemm_rs) or a row of tiles (ag_gemm), copy_engine a chunk or one of its
+  ``subs`` parts.
 * ``tile``: the tile of C with its order (``group_m``), depth, warps and stages: one of `tiles`.
 * ``subs``: parts of a chunk that a copy engine sends, each with its own signal.
 * ``pushers``: programs that push the shard while the others compute (ag_gemm, in_kernel).
@@ -26,13 +27,13 @@ from typing import Any
 import torch
 
 from ..kernels.tiles import cdiv, chunk_rows
-from . import cost, tiling
+from . import cost, sequential, tiling
 from .tiling import CPU, SMALL_ROWS, Tiling
 
 #: The transports of each operation. Where two are expected to take equally long, the earlier one is used.
 TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "gemm_rs": ("copy_engine", "in_kernel"),
-    "ag_gemm": ("copy_engine", "in_kernel"),
+    "gemm_rs": ("copy_engine", "in_kernel", sequential.NAME),
+    "ag_gemm": ("copy_engine", "in_kernel", sequential.NAME),
 }
 #: Parts of a chunk; a power of two not above `tiling.MAX_SUBS`, so that slots sized for whole tiles hold every cut.
 SUBS = (1, 2, 4)
@@ -74,6 +75,11 @@ class Problem:
     def columns(self) -> int:
         """Of the result of a rank."""
         return self.n if self.op == "gemm_rs" else cdiv(self.n, self.ranks)
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of all chunks."""
+        return self.ranks * self.rows * (self.n if self.op == "gemm_rs" else self.k) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,12 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     tile, tma = choice.tile, tiling.is_large(problem.capability)
     if choice.transport not in TRANSPORTS[problem.op]:
         return f"{problem.op} has no transport {choice.transport!r}"
+    if choice.transport == sequential.NAME:
+        if choice != usual(problem, sequential.NAME):
+            return "its tiles are torch's"
+        if problem.exchanged > sequential.LIMIT:
+            return f"{problem.exchanged} bytes, of which it takes {sequential.LIMIT} at most"
+        return why_not_sequential(problem.capability, problem.dtype)
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))
     if tile.group_m not in GROUPS or tile not in known:
         return f"no tile {tile} for compute capability {problem.capability} and {problem.dtype}"
@@ -158,6 +170,13 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     if choice.pushers not in (PUSHERS if problem.op == "ag_gemm" and choice.transport == "in_kernel" else (0,)):
         return f"{choice.pushers} programs that push"
     return None
+
+
+def why_not_sequential(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why auto makes no calls by torch's product, if it does not."""
+    if capability == CPU:
+        return "the CPU heap is for kernels of ours"
+    return "whether torch multiplies fp32 as such is up to its switches" if dtype == torch.float32 else None
 
 
 def fits_columns(tile: Tiling, columns: int) -> bool:
@@ -223,8 +242,14 @@ def choose(problem: Problem, schedule: str, table: Mapping[Shape, Choice]) -> Ch
     known = table.get(problem.shape)
     if known is not None and schedule in ("auto", known.transport) and why_not(problem, known) is None:
         return known
-    transports = TRANSPORTS[problem.op] if schedule == "auto" else (schedule,)
-    return min((usual(problem, transport) for transport in transports), key=lambda choice: predict(problem, choice))
+    options = usuals(problem) if schedule == "auto" else [usual(problem, schedule)]
+    return min(options, key=lambda choice: predict(problem, choice))
+
+
+def usuals(problem: Problem) -> list[Choice]:
+    """What auto chooses from without a table."""
+    options = [usual(problem, transport) for transport in TRANSPORTS[problem.op]]
+    return [option for option in options if option.transport != sequential.NAME or why_not(problem, option) is None]
 
 
 def for_columns(problem: Problem, tile: Tiling, columns: int) -> Tiling:

@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import sync
-from ..runtime import env, world
+from ..kernels.tiles import cdiv
+from ..runtime import env, racecheck, world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import choice, tiling, tuned
+from . import choice, sequential, tiling, tuned
+from .exchange import ExchangeContext
 from .group import PLANS, Compiled, GroupContext, Prepared
 from .group import kept as group_kept
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: What a caller may ask for: what auto chooses from, and what it does not choose, as it has not been measured.
+#: What a caller may ask for: what auto chooses from, and what it does not choose.
 SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k", "decomposed")
 
 
@@ -40,7 +42,7 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
 class Context(GroupContext):
     """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
 
-    ``last_path``: transport and loads of the last call, as "copy_engine/tma"; "decomposed/torch" where torch multiplied. ``stats``
+    ``last_path``: transport and loads of the last call, as "copy_engine/tma"; "…/torch" where torch multiplied. ``stats``
     also counts the copies queued, and products by torch.
     """
 
@@ -79,6 +81,9 @@ class Context(GroupContext):
         places = 2 * executor.programs if schedule == "stream_k" else 1
         self.work = torch.empty(places * tiling.PART, dtype=torch.float32, device=self.device)
         self.parts = torch.zeros(places, dtype=torch.int64, device=self.device)
+        #: Of the schedule "sequential": memory for its exchanges, and what lies between these and the products.
+        self.exchange: ExchangeContext | None = None
+        self.scratch = torch.empty(16, dtype=dtype, device=self.device)
         self.engine = executor.copy_engine()
         self.lanes = executor.lanes() if schedule == "decomposed" else Lanes()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
@@ -88,6 +93,32 @@ class Context(GroupContext):
         self.begin(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes)
         self._set ^= 1
         return self._set
+
+    def make_exchange(self, elements: int) -> None:
+        """Memory for calls with schedule "sequential", if there may be any; ``elements``: of all parts of a call. Collective."""
+        nbytes, why = elements * self.dtype.itemsize, choice.why_not_sequential(self.world.executor.capability, self.dtype)
+        if self.schedule == "auto" and why is None:
+            nbytes = min(nbytes, sequential.LIMIT)
+        elif self.schedule != sequential.NAME:
+            return
+        self.scratch = torch.empty(nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        racecheck.watch(f"{self.op}.scratch", self.scratch)
+        if self.size > 1:
+            self.exchange = sequential.memory(self.op, self.control, cdiv(nbytes, self.size))
+            self.exchange.stats = self.stats
+
+    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
+        if out.numel() > 0:
+            racecheck.host_read(a)
+            racecheck.host_write(out)
+            self.world.executor.multiply(a, w, out, bias)
+            self.stats["products"] += 1
+
+    def raise_if_failed(self) -> None:
+        super().raise_if_failed()
+        if self.exchange is not None:
+            self.exchange.raise_if_failed()
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""
@@ -188,7 +219,13 @@ class Context(GroupContext):
         """Make the calls that follow as ``made`` says, None: as is best. For tuning and tests; on all ranks alike."""
         self._used, self._plans = made, self._plans_of.setdefault(made, {})
 
+    def close(self) -> None:
+        super().close()
+        if self.exchange is not None:
+            self.exchange.close()
+
     def drop(self) -> None:
+        racecheck.unwatch(self.scratch)
         if hasattr(self.engine, "close"):
             self.engine.close()
         super().drop()

@@ -84,15 +84,6 @@ NAME = "decomposed"
 _ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 
 
-def _multiply(ctx: "Context", a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """out = a · wᵀ (+ bias), in the lane that is current; see Numerics."""
-    if out.numel() > 0:
-        racecheck.host_read(a)
-        racecheck.host_write(out)
-        ctx.world.executor.multiply(a, w, out, bias)
-        ctx.stats["products"] += 1
-
-
 def _credits(ctx: "Context", slot: int) -> "Prepared":
     return ctx.prepare(decomposed_credits_kernel, 1, (ctx.ctl, slot, ctx.rank), {"R": ctx.size}, _ONE, ())
 
@@ -144,7 +135,7 @@ def ag_gemm(
     def consume(shard: torch.Tensor, source: int) -> None:
         start = source * full
         for w, bias, z in zip(weights, biases, results, strict=True):
-            _multiply(ctx, shard, w, z[start : start + len(shard)], bias)
+            ctx.multiply(shard, w, z[start : start + len(shard)], bias)
         if gathered is not None:
             racecheck.host_read(shard)
             gathered[start : start + len(shard)].copy_(shard)
@@ -210,7 +201,7 @@ def gemm_rs(
     slot = ctx.start(NAME, None, M=m, N=n)
 
     def product(owner: int, out: torch.Tensor) -> None:
-        _multiply(ctx, x[owner * full : owner * full + len(out)], weight, out)
+        ctx.multiply(x[owner * full : owner * full + len(out)], weight, out)
 
     def begin() -> None:
         for step, partial in enumerate(plan.partials, 1):

@@ -15,7 +15,7 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import decomposed, tiling, tuning, validate
+from . import decomposed, sequential, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -55,6 +55,8 @@ class GemmRSContext(Context):
         self.own = torch.empty(own, dtype=torch.float32, device=self.device)
         for name in ("local", "own"):
             racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
+        with control.lock:
+            self.make_exchange(control.size * chunk_rows(max_m, control.size) * n)
 
 
 def create_gemm_rs_context(
@@ -74,9 +76,10 @@ def create_gemm_rs_context(
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
             kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
-            "stream_k": in-kernel too, with the product cut into equal shares of k-steps, for few rows
-            (`kernels.gemm_rs_stream_k`). "decomposed": by the copy engine, a whole chunk at a time, and the products by cuBLAS,
-            one a chunk (`ops.decomposed`). Auto chooses neither of these two.
+            "sequential", for few rows: one product by cuBLAS, then one exchange kernel (`ops.sequential`); auto knows it, too.
+            "stream_k": in-kernel too, with the product cut into equal shares of k-steps (`kernels.gemm_rs_stream_k`).
+            "decomposed": by the copy engine, a whole chunk at a time, and the products by cuBLAS, one a chunk (`ops.decomposed`).
+            Auto chooses neither of these two.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -112,7 +115,8 @@ def gemm_rs(
         [rows, N]: the rows of this rank as torch.chunk splits M; a new tensor unless ``out`` is given.
 
     Numerics: products and the sum over ranks in fp32, the sum in a fixed order (own rank, then r+1, r+2, …); partial sums of
-    the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat.
+    the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat. Where torch multiplies
+    (``ctx.last_path``), see `ops.sequential` and `ops.decomposed`.
 
     Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op
     ``torch.ops.fluxlike.gemm_rs`` (see `ops.library`), which takes neither ``ctx`` nor ``out``. The backward is an ag_gemm on the
@@ -174,6 +178,9 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         return
     kinds = tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
     number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y))
+    if isinstance(plan, sequential.Plan):
+        sequential.gemm_rs(ctx, plan, x, weight, bias, y)
+        return
     slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
     x, weight = tiling.padded((x, weight), plan.padded)
     tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
@@ -183,13 +190,17 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
         plan.launches[slot](tensors)
 
 
-def _plan(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
+def _plan(
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> _Plan | sequential.Plan:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, x, weight, bias, y)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     full, rows = chunk_rows(m, ranks), y.shape[0]
     chosen = ctx.choose(ctx.problem(m, n, ctx.k))
     transport, subs = chosen.transport, chosen.subs
+    if transport == sequential.NAME:
+        return sequential.plan(ctx, m, n, y)
     tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)

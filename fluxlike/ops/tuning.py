@@ -36,7 +36,7 @@ Call = Callable[[], Any]
 
 def shortlist(problem: Problem, most: int = MOST) -> list[Choice]:
     """The candidates that are worth measuring: what is used without a table first, then those expected to be fast."""
-    usual = [choice.usual(problem, transport) for transport in choice.TRANSPORTS[problem.op]]
+    usual = choice.usuals(problem)
     usual.sort(key=lambda made: choice.predict(problem, made))
     groups = {tile.group_m for tile in choice.tiles(problem.capability, problem.dtype)}
     possible = choice.candidates(problem)

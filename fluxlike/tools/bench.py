@@ -11,7 +11,7 @@ Protocol
   all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`. Buffers and
   contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
-  work in all, and the methods take turns: in each round each is timed once. Synchronise, barrier, one untimed call, then an event
+  work in all, and the methods take turns: in each round each is timed once, in another order. Synchronise, barrier, one untimed call, then an event
   pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest rank. The figure is
   the median over the rounds (7); smallest and largest stand beside it.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
@@ -57,6 +57,12 @@ WARM_CALLS, WARM_MS = 3, 300.0
 def auto_iters(ms: float) -> int:
     """How many calls of ``ms`` fill one timing."""
     return min(MOST, max(FEWEST, round(TARGET_MS / max(ms, 1e-6))))
+
+
+def in_turn(methods: Sequence["Method"], turn: int) -> list["Method"]:
+    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks."""
+    first = turn % max(len(methods), 1)
+    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 else 1]
 
 
 class Budget:
@@ -198,8 +204,8 @@ class Bench:
                     self.capture(method)
                     self.check(problem, method)
         self.warm_up(self.alive(measured))
-        for _ in range(self.rounds):
-            for method in self.alive(measured):
+        for turn in range(self.rounds):
+            for method in in_turn(self.alive(measured), turn):
                 with self.guard(method):
                     method.row.rounds_ms.append(self.time(method, method.row.iters) / per_call)
         for method in self.alive(measured):

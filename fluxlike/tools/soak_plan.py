@@ -16,7 +16,7 @@ from typing import Any
 
 OPS = ("gemm_rs", "ag_gemm")
 #: "kept": a call without a context, on the one that the library keeps; the others are the schedules of a context.
-SCHEDULES = ("auto", "copy_engine", "in_kernel", "stream_k", "decomposed", "kept")
+SCHEDULES = ("auto", "copy_engine", "in_kernel", "sequential", "stream_k", "decomposed", "kept")
 #: "graph": replays of a captured graph; "mixed": eager calls and replays by turns; "stream": each call on another stream.
 MODES = ("eager", "graph", "mixed", "stream")
 GRAPH_MODES = ("graph", "mixed")

@@ -198,17 +198,18 @@ def from_records(records: Sequence[Path], out: Path) -> int:
 
 
 def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> Entry | None:
-    """The faster one of the schedules of a shape, if both were timed."""
-    names = choice.TRANSPORTS[data["op"]]
-    times = {name: shape["methods"].get(name, {}).get("ms", {}).get("median") for name in names}
-    if None in times.values():
+    """The fastest one of the schedules of a shape, if both that are possible everywhere were timed."""
+    timed = {name: shape["methods"].get(name, {}).get("ms", {}).get("median") for name in choice.TRANSPORTS[data["op"]]}
+    times = {name: ms for name, ms in timed.items() if ms is not None}
+    if not times.keys() >= {"copy_engine", "in_kernel"}:
         return None
     dtype = getattr(torch, data["dtype"])
     problem = choice.Problem(
         data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, shape["m"], shape["n"], shape["k"]
     )
-    best = min(names, key=lambda name: times[name])
-    usual = choice.choose(problem, "auto", {}).transport
+    options = [option for option in choice.usuals(problem) if option.transport in times]
+    best = min((option.transport for option in options), key=lambda name: times[name])
+    usual = min(options, key=lambda option: choice.predict(problem, option)).transport
     return Entry(problem, choice.usual(problem, best), round(times[best] * 1e3, 1), round(times[usual] * 1e3, 1))
 
 

@@ -1,0 +1,110 @@
+"""The schedule "sequential": one product by cuBLAS and one exchange kernel, one after the other. Its design record.
+
+Nothing is overlapped, for where there is little to hide: with few rows a product lasts tens of microseconds, of which reading the
+weight is most, and a trip of `kernels.exchange` some four. Cutting the product into what each rank needs first, and signals for
+each piece, cost more than they hide. What the peers' way of doing this lacks is the exchange: NCCL's takes three times as long.
+
+    gemm_rs   partial = x · Wᵀ  [M, N], rounded to the dtype;  y = reduce_scatter(partial)
+    ag_gemm   gathered = all_gather(x)  [M, K];  z = gathered · Wᵀ (+ bias)
+
+The exchange has a context of its own inside that of the operation (`memory`), with its own count of calls. The protocol is that of
+`kernels.exchange`; the product and the exchange are ordered by the stream, and so are the calls, so that the scratch between the
+two needs no signal. It can be captured in CUDA graphs, as torch's products can.
+
+Numerics: products as in `ops.decomposed`. gemm_rs rounds every partial sum to the dtype, the own one too, adds them in fp32 in the
+order of the ranks, and rounds once more. A bias belongs to the owner of the rows: those are computed again, with it, since adding
+it behind the product would round twice. ag_gemm rounds once, behind the bias.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..kernels.tiles import cdiv, chunk_rows
+from ..runtime import racecheck
+from ..runtime.control import ControlGroup
+from . import exchange
+from .exchange import ExchangeContext, Kind
+from .group import Prepared
+
+if TYPE_CHECKING:
+    from .context import Context
+
+NAME = "sequential"
+#: Bytes of all parts up to which auto may choose it, and has memory for it.
+LIMIT = 16 << 20
+
+
+def memory(op: str, control: ControlGroup, nbytes: int) -> ExchangeContext:
+    """What the exchanges of calls need whose parts have up to ``nbytes``; larger ones go in pieces. Collective."""
+    part = min(nbytes, exchange.PIECE // control.size)
+    words = min(part, exchange.few(control.size))
+    kind = Kind(op, scatter=op == "gemm_rs", gather=op == "ag_gemm")
+    return ExchangeContext(kind, control, max(1, cdiv(words, exchange.WORDS * 4)), max(1, cdiv(part, exchange.BULK)))
+
+
+class Plan(NamedTuple):
+    """How calls of one kind are made."""
+
+    #: The partial sums [M, N], or the gathered input [M, K].
+    scratch: torch.Tensor
+    #: Launches of the exchange, and the element at which each begins; none in a group of one.
+    launches: list[tuple[int, Prepared]]
+
+
+def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor) -> Plan:
+    """For calls whose exchange is of ``m`` rows in all; ``part``: the tensor of the rows of this rank."""
+    scratch = ctx.scratch[: m * columns].view(m, columns)
+    if ctx.size == 1:
+        return Plan(scratch, [])
+    assert ctx.exchange is not None
+    x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
+    x, y, width, itemsize = x.view(-1), y.view(-1), chunk_rows(m, ctx.size) * columns, ctx.dtype.itemsize
+    way = exchange.choose(width * itemsize, ctx.size)
+    pieces = exchange.pieces(m * columns, width, width, way, itemsize, ctx.size)
+    return Plan(
+        scratch, [(start, exchange.launch_for(ctx.exchange, way, x[start:], y[start:], parts, "sum")) for start, parts in pieces]
+    )
+
+
+def _exchange(ctx: "Context", plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
+    for start, launch in plan.launches:
+        launch((x.view(-1)[start:], y.view(-1)[start:]))
+
+
+def gemm_rs(
+    ctx: "Context", plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> None:
+    """A call of `ops.gemm_rs`."""
+    ctx.begin(f"{NAME}/torch", M=x.shape[0], N=weight.shape[0])
+    if ctx.size == 1:
+        ctx.multiply(x, weight, y, bias)
+        return
+    ctx.multiply(x, weight, plan.scratch)
+    if bias is not None:
+        start = ctx.rank * chunk_rows(x.shape[0], ctx.size)
+        ctx.multiply(x[start : start + len(y)], weight, plan.scratch[start : start + len(y)], bias)
+    _exchange(ctx, plan, plan.scratch, y)
+
+
+def ag_gemm(
+    ctx: "Context",
+    plan: Plan,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """A call of `ops.ag_gemm`."""
+    ctx.begin(f"{NAME}/torch", M=results[0].shape[0], K=x.shape[1])
+    whole = plan.scratch
+    if ctx.size == 1:
+        whole = x
+    else:
+        _exchange(ctx, plan, x.contiguous(), whole)
+    for w, bias, z in zip(weights, biases, results, strict=True):
+        ctx.multiply(whole, w, z, bias)
+    if gathered is not None:
+        racecheck.host_read(whole)
+        gathered.copy_(whole)
