@@ -4,6 +4,7 @@ Nothing here is about speed. Where the GPU's half of the code is run on a CPU, `
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -85,7 +86,7 @@ def test_iters(ms, calls):
 def test_every_method_is_first_last_and_behind_others():
     turns = [bench.in_turn("abcd", turn) for turn in range(4)]
     assert all(sorted(turn) == list("abcd") for turn in turns) and len({turn[0] for turn in turns}) > 1
-    followed = {(a, b) for turn in turns for a, b in zip(turn, turn[1:], strict=False)}
+    followed = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
     assert all(len({a for a, b in followed if b == name}) > 1 for name in "abcd")
     assert bench.in_turn([], 3) == []
 

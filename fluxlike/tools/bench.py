@@ -11,9 +11,9 @@ Protocol
   all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`. Buffers and
   contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
-  work in all, and the methods take turns: in each round each is timed once, in another order. Synchronise, barrier, one untimed call, then an event
-  pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest rank. The figure is
-  the median over the rounds (7); smallest and largest stand beside it.
+  work in all, and the methods take turns: in each round each is timed once, in another order. Synchronise, barrier, one untimed
+  call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
+  rank. The figure is the median over the rounds (7); smallest and largest stand beside it.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
 * Host time: 30 calls without synchronising, by the host's clock, slowest rank.
 * t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs) or (R−1)/R·M·K (ag_gemm) elements.
@@ -21,8 +21,8 @@ Protocol
 * On the CPU heap the same path runs, with one call for each timing, and times are not reported: an interpreter's mean nothing.
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
-This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce:
-the same for all_reduce, and its report. bench_peers: agreement. bench_report: output.
+This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
+report. bench_peers: agreement. bench_report: output.
 """
 
 import argparse
