@@ -1,6 +1,7 @@
 """reduce_scatter, all_gather, reduce, broadcast: dtypes, sizes, places, roots, many calls; bit by bit; faults."""
 
 import pytest
+import test_trees
 import torch
 import torch.distributed as dist
 from faults import told
@@ -183,8 +184,10 @@ def test_a_rank_that_does_not_come():
 
 
 def checked(group):
+    """All of the family but all_reduce itself, which is checked with its tests."""
     fluxlike.init(heap="shm")
     mixed(group, 4)
+    test_trees.mixed(group, "ring-8", 3)
     fluxlike.finalize()
 
 
