@@ -26,7 +26,7 @@ many small tensors take one launch, and are not copied together.
 Protocol and proofs
 
 * A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set…`` (release) of a
-  block's flags, behind its stores, pairs with ``wait`` (acquire) for it, in front of its loads: (A) parts, (B) results.
+  block's flags, behind its stores, pairs with ``wait`` or ``pull`` (acquire) of it, in front of its loads: (A) parts, (B) results.
 * Numbers come from ``epochs``, one for each program that a launch may have, which are all equal between launches: a program reads
   its own, and at its end advances its own and those that are P, 2P, … further on. So no program reads what another of the same
   launch writes, and no atomic is needed.
@@ -60,6 +60,7 @@ from .sync import (
     peer_address,
     publish_set,
     publish_set_to_all,
+    pull,
     wait,
 )
 from .words import put, receive, receive_from, with_number
@@ -242,8 +243,8 @@ def exchange_bulk_kernel(
             owner = owner_at(step, rank, root, R, ROOTED)
             number = results + (0 if ROOTED else owner)
             for block in range(program, others, programs):
-                wait(flags + number * capacity + block, epoch, ctl, rank, WAIT_RESULT, owner, R)  # (B)
-                reduced = tl.load(tl.multiple_of(here + number * row + block * B + at, 16))
+                slot, flag = here + number * row + block * B, flags + number * capacity + block
+                reduced = pull(slot, flag, epoch, ctl, rank, WAIT_RESULT, owner, R, B)  # (B)
                 result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 tl.store(result + at, reduced, mask=at < left)
     end(epochs, ctl, rank, epoch, R, ROOTED, MOST)

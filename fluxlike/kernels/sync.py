@@ -178,6 +178,13 @@ def push(slot, block, flag, number, ctl, rank, peer, B: tl.constexpr):
 
 
 @triton.jit
+def pull(slot, flag, number, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr, B: tl.constexpr):
+    """The block [B] at ``slot`` that ``peer`` pushes, once its ``flag`` is ``number`` or more: acquire."""
+    wait(flag, number, ctl, rank, what, peer, R)
+    return tl.load(tl.multiple_of(slot + tl.arange(0, B), 16))
+
+
+@triton.jit
 def full_flag(full, slot, source, sub, R: tl.constexpr):
     """The copy engine's flag, 32 bits, for sub-chunk ``sub`` of ``source`` in a slot set; as `Context.peer_full` on the host."""
     return full + (slot * R + source) * MAX_SUBS + sub

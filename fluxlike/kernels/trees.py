@@ -17,8 +17,8 @@ parent sends. Flags have the same C + 1 rows; they only grow.
 
 Protocol and proofs
 
-* The flag that ``push`` sets behind a block's stores (release) pairs with ``wait`` (acquire) for it, in front of its loads: (A) up,
-  at the parent, (B) down, at the child.
+* The flag that ``push`` sets behind a block's stores (release) pairs with the wait of ``pull`` (acquire) in front of its loads:
+  (A) up, at the parent, (B) down, at the child.
 * Numbers of calls come from ``epochs``; see `exchange`.
 * A block may be overwritten when its reader is done; one set is enough, whatever the trees of the calls before. Up: a rank that is
   through a call has a result for each block, and each was added up of all that children had sent for it. Down: a rank has a result
@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .elements import AVG, advance, combine, place
-from .sync import WAIT_PARTIAL, WAIT_RESULT, push, wait
+from .sync import WAIT_PARTIAL, WAIT_RESULT, pull, push
 
 
 @triton.jit(do_not_specialize=["trees", "tensors", "n", "blocks", "capacity", "rank"])
@@ -62,16 +62,15 @@ def all_reduce_trees_kernel(
             total = tl.load(source + at, mask=at < left, other=0.0).to(tl.float32)
             for turn in range(children):
                 child = children - 1 - turn  # leaves are first to send
-                wait(flags + child * capacity + block, epoch, ctl, rank, WAIT_PARTIAL, tl.load(node + 3 + child), R)  # (A)
-                total = combine(total, tl.load(tl.multiple_of(partials + child * row + block * B + at, 16)), OP)
+                slot, flag, peer = partials + child * row + block * B, flags + child * capacity + block, tl.load(node + 3 + child)
+                total = combine(total, pull(slot, flag, epoch, ctl, rank, WAIT_PARTIAL, peer, R, B), OP)  # (A)
             if parent >= 0:
                 mine = tl.load(node + 1)
                 push(partials + mine * row + block * B, total, flags + mine * capacity + block, epoch, ctl, rank, parent, B)  # (A)
             elif OP == AVG:
                 total = total / R
         elif parent >= 0:
-            wait(last + block, epoch, ctl, rank, WAIT_RESULT, parent, R)  # (B)
-            total = tl.load(tl.multiple_of(results + block * B + at, 16)).to(tl.float32)
+            total = pull(results + block * B, last + block, epoch, ctl, rank, WAIT_RESULT, parent, R, B).to(tl.float32)  # (B)
         if climbs == (parent < 0):
             reduced = total.to(x.dtype.element_ty)
             for child in range(children):
