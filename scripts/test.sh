@@ -63,7 +63,7 @@ if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . |
 if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
 "$PYTHON" "${run[@]}" -m "$which" "$@" || status=$?
 if [ -n "$covered" ]; then
-  echo "lines of fluxlike that the tests ran, on all ranks and in all processes:"
+  echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
   "$PYTHON" -m coverage combine -q || status=1
   # A choice among the tests says nothing about all of them.
   if [ $# -eq 0 ]; then "$PYTHON" -m coverage report || status=1; else "$PYTHON" -m coverage report --fail-under=0 || status=1; fi

@@ -102,13 +102,14 @@ def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
 
 
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
-    """The (operation, transport) that reach a mutant."""
+    """The (operation, transport) that reach a mutant; of one that is no fault, and so runs to the end, one an operation."""
     reached = set(mutant.reached)
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
     if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
         return found
     first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees"))]
-    return first or found  # what the others share they show sooner
+    pairs = first or found  # what the others share they show sooner
+    return list({pair[0]: pair for pair in reversed(pairs)}.values())[::-1] if why_not(mutant) else pairs
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
