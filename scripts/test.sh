@@ -61,7 +61,21 @@ fi
 status=0
 if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . || status=1; fi
 if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
-"$PYTHON" "${run[@]}" -m "$which" "$@" || status=$?
+beside=()
+if [ -n "$covered" ] && [ $# -eq 0 ]; then
+  # Half of the time the mutants wait, and none of their lines count: they run beside the other tests.
+  beside=(--ignore=tests/test_mutations.py)
+  "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_mutations.py >"$covered/mutations.log" 2>&1 &
+  mutations=$!
+  trap 'kill "$mutations" 2>/dev/null || true' EXIT
+fi
+"$PYTHON" "${run[@]}" -m "$which" ${beside[@]+"${beside[@]}"} "$@" || status=$?
+if [ -n "${mutations:-}" ]; then
+  wait "$mutations" || status=$?
+  trap - EXIT
+  echo "tests/test_mutations.py, beside these:"
+  cat "$covered/mutations.log"
+fi
 if [ -n "$covered" ]; then
   echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
   "$PYTHON" -m coverage combine -q || status=1

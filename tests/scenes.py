@@ -3,7 +3,7 @@
 A fault of order may be survived by luck, so there is a scene in which it cannot:
 
 close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some
-empty  a rank without rows, for which nobody waits and which only the credits hold back, is far ahead or behind
+empty  a rank without rows, for which nobody waits and which only the credits hold back, is two calls ahead, or far behind
 late   another rank is late in each call; in ag_gemm one without columns of the weight waits only to end the call
 slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
        without columns is about to end it before the copies of the slow one are there
@@ -114,8 +114,8 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
         return
     store = dist.distributed_c10d._get_default_store()
     if op == "gemm_rs":
-        # The rank without rows waits for nobody: it is ahead, in the call before which it must wait for credits, when the others
-        # begin. Had it not been there by then, it could have learnt on the way that they have read what it is going to overwrite.
+        # The rank without rows waits for nobody: as there are two slot sets it has made two calls, and is in the one that must wait
+        # for credits, when the others begin. Had they begun before, it could have learnt on the way what they have read.
         if rank == 2 and call == 2:
             store.set(f"{name} ahead", "")
         if rank < 2 and call == 0:

@@ -59,7 +59,6 @@ SURVIVORS: dict[str, str] = {
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
     "trees.all_reduce_trees_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
     "exchange.end.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
-    "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
     ),
