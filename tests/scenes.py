@@ -359,11 +359,13 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)
     env.put("FLUXLIKE_TREE_ARRAY_BOUND", "1000")
-    for kind in ("close",) if compiled else CALLS:
-        for op, transport in plan:
-            if kind == "overtaken" and transport != "one_shot":
-                continue
-            if op == "all_reduce":
-                collectives(group, transport, kind)
-            else:
-                scene(op, transport, kind)
+    # Neither all scenes of the first pair first, nor all pairs in the first scene: what will be caught is so before long.
+    kinds = ["close"] if compiled else list(CALLS)
+    order = sorted(itertools.product(range(len(plan)), range(len(kinds))), key=sum)
+    for kind, (op, transport) in ((kinds[k], plan[p]) for p, k in order):
+        if kind == "overtaken" and transport != "one_shot":
+            continue
+        if op == "all_reduce":
+            collectives(group, transport, kind)
+        else:
+            scene(op, transport, kind)
