@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import scenes
 from triton.backends.nvidia.compiler import CUDABackend
 
 from fluxlike.runtime import interpreter
@@ -99,7 +98,7 @@ def load(module: str, path: str) -> None:
 def on_ranks(group: Any, module: str, file: str, **how: Any) -> None:
     """A rank: the mutant's code in place of its module's."""
     swap(module, file)
-    scenes.run(group, **how)
+    importlib.import_module("scenes").run(group, **how)
 
 
 def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str, str]]) -> str:
