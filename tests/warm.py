@@ -10,8 +10,10 @@ from triton.runtime.jit import JITFunction
 import fluxlike.kernels
 import fluxlike.ops.ag_gemm
 import fluxlike.ops.all_reduce
+import fluxlike.ops.collectives
 import fluxlike.ops.decomposed
 import fluxlike.ops.gemm_rs
+import fluxlike.ops.trees
 from fluxlike.runtime import interpreter, racehooks  # noqa: F401
 
 for _, name, _ in pkgutil.iter_modules(fluxlike.kernels.__path__, "fluxlike.kernels."):
