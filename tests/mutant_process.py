@@ -1,15 +1,21 @@
 """What the processes of a mutant do; apart from `mutate`, so that they need not make all mutants to run one."""
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
+import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
+
+from fluxlike.runtime import interpreter
 
 KERNELS = (
     "ag_collect_kernel",
@@ -52,6 +58,36 @@ class _Finder(importlib.abc.MetaPathFinder):
         return importlib.util.spec_from_file_location(name, self.path) if name == self.module else None
 
 
+def _codes(path: str) -> dict[str, types.CodeType]:
+    """The functions and methods of a source file, by qualified name."""
+    found = {}
+    todo = [compile(Path(path).read_bytes(), path, "exec")]
+    while todo:
+        for code in todo.pop().co_consts:
+            if isinstance(code, types.CodeType):
+                if code.co_flags & inspect.CO_OPTIMIZED:
+                    found[code.co_qualname] = code
+                else:  # the body of a class
+                    todo.append(code)
+    return found
+
+
+def swap(module: str, path: str) -> None:
+    """From now on the functions of ``module`` run the code that they have in the file at ``path``, which differs in nothing else.
+
+    The interpreter looks for the source of a function where its code comes from.
+    """
+    there = importlib.import_module(module)
+    before, after = _codes(str(there.__file__)), _codes(path)
+    changed = [name for name in after if after[name] != before[name]]
+    assert changed or Path(path).read_bytes() == Path(str(there.__file__)).read_bytes(), f"{path} changes no function of {module}"
+    for name in changed:
+        function = functools.reduce(getattr, name.split("."), there)
+        function = getattr(function, "fn", function)  # of a kernel
+        function.__code__ = after[name]
+        interpreter._rewritten.pop(function, None)
+
+
 def load(module: str, path: str) -> None:
     """From now on ``module`` of fluxlike is the file at ``path``, for all that this process imports of fluxlike."""
     sys.meta_path.insert(0, _Finder(module, path))
@@ -60,8 +96,8 @@ def load(module: str, path: str) -> None:
 
 
 def on_ranks(group: Any, module: str, file: str, **how: Any) -> None:
-    """A rank: the mutant in place of its module, before anything else is imported."""
-    load(module, file)
+    """A rank: the mutant's code in place of its module's."""
+    swap(module, file)
     importlib.import_module("scenes").run(group, **how)
 
 

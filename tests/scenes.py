@@ -3,13 +3,15 @@
 A fault of order may be survived by luck, so there is a scene in which it cannot:
 
 close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some
-empty  a rank without rows, for which nobody waits and which only the credits hold back, is far ahead or behind
+empty  a rank without rows, for which nobody waits and which only the credits hold back, is two calls ahead, or far behind
 late   another rank is late in each call; in ag_gemm one without columns of the weight waits only to end the call
 slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
        without columns is about to end it before the copies of the slow one are there
 
 For all_reduce, which has no engine, no columns and no context to be made, the same: calls of changing sizes and data, ranks that
-are late or slow. For reduce and broadcast, too; in "empty" and "late" data goes one way only.
+are late or slow. For reduce and broadcast, too; in "empty" and "late" data goes one way only. And for one_shot:
+
+overtaken  a rank reads what it was sent in a call only when its peers have sent what belongs to the next one
 
 In all of them the copy engine resets a word only once it is set, if it ever is: a reset in front of the wait clears what was meant
 for the wait.
@@ -17,8 +19,11 @@ for the wait.
 A wrong number raises `Wrong`; the race checker and a wait that runs out raise for themselves.
 """
 
+import contextlib
+import itertools
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,7 +49,7 @@ STREAM_K = 320  # five steps of k a tile, so that tiles are cut
 WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
 EMPTY_M = 2  # of three ranks the last has no rows
 HEAP_BYTES = 4 << 20
-CALLS = {"close": 4, "empty": 5, "late": 6, "slow": 6}
+CALLS = {"close": 4, "empty": 5, "overtaken": 4, "late": 6, "slow": 6}
 #: Calls of ag_gemm in which rank 0 has no columns of the weight.
 COLUMNLESS = {"late": (0, 1, 4, 5), "slow": (2, 4)}
 #: A rank that is slow sleeps before some of its memory operations, and in those calls before each copy.
@@ -107,9 +112,15 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
         time.sleep(SLOW_COPY / 2)  # its credits are taken by then; the copies of the slow rank are not here yet
     if kind != "empty":
         return
-    if op == "gemm_rs" and call == 0 and rank < 2:
-        time.sleep(0.7)  # the rank without rows waits for nobody: it is ahead
     store = dist.distributed_c10d._get_default_store()
+    if op == "gemm_rs":
+        # The rank without rows waits for nobody: as there are two slot sets it has made two calls, and is in the one that must wait
+        # for credits, when the others begin. Had they begun before, it could have learnt on the way what they have read.
+        if rank == 2 and call == 2:
+            store.set(f"{name} ahead", "")
+        if rank < 2 and call == 0:
+            store.wait([f"{name} ahead"])
+            time.sleep(0.3)
     if op == "ag_gemm":
         # Nobody waits for it, so it is behind: it begins when the others are in call 3. Had it finished a call earlier, they
         # could have learnt of that in their call 2, and all would be ordered.
@@ -119,9 +130,30 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
             store.set(f"{name} of {rank}", "")
 
 
+@contextlib.contextmanager
+def _overtaken(group: Any) -> Iterator[None]:
+    """Rank 0 begins to read in call 1 only when the others have sent all of call 2."""
+    kernels, store, calls = fluxlike.kernels.all_reduce, dist.distributed_c10d._get_default_store(), itertools.count()
+    receive = kernels.receive
+
+    def held(*args: Any) -> Any:
+        call = next(calls)
+        if group.rank() == 0 and call == 1:
+            store.wait([f"sent by {peer}" for peer in range(1, RANKS)])
+        if group.rank() > 0 and call == 2:
+            store.set(f"sent by {group.rank()}", "")
+        return receive(*args)
+
+    kernels.receive = held
+    try:
+        yield
+    finally:
+        kernels.receive = receive
+
+
 def _collective(group: Any, transport: str, kind: str, call: int) -> None:
     """One call; of several blocks, or of one word."""
-    n, rank = 3000 if call % 3 else 1, group.rank()
+    n, rank = 3000 if call % 3 and kind != "overtaken" else 1, group.rank()
     _, algo = COLLECTIVES[transport]
     parts = torch.randint(-9, 10, (group.size(), n), generator=torch.Generator().manual_seed(call)).float()
     if transport.startswith("rooted"):
@@ -159,13 +191,14 @@ def _receive_late(row, source, epoch, ctl, rank, what: tl.constexpr, R: tl.const
 def collectives(group: Any, transport: str, kind: str) -> None:
     """The calls of one scene. In one of a root that is ahead, rank 1 reads so late that only the credit keeps what it reads."""
     late = kind == "late" or (transport.startswith("rooted") and kind == "empty")
-    for call in range(CALLS[kind]):
-        _hold("all_reduce", "late" if late else "", call, group.rank(), "")
-        programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
-        reads_late = (transport, kind, call, group.rank()) == ("rooted_words", "late", 3, 1)
-        fluxlike.kernels.exchange.receive_from = _receive_late if reads_late else words.receive_from
-        _collective(group, transport, kind, call)
-    programs.configure(None)
+    with _overtaken(group) if kind == "overtaken" else contextlib.nullcontext():
+        for call in range(CALLS[kind]):
+            _hold("all_reduce", "late" if late else "", call, group.rank(), "")
+            programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
+            reads_late = (transport, kind, call, group.rank()) == ("rooted_words", "late", 3, 1)
+            fluxlike.kernels.exchange.receive_from = _receive_late if reads_late else words.receive_from
+            _collective(group, transport, kind, call)
+        programs.configure(None)
 
 
 def scene(op: str, transport: str, kind: str) -> None:
@@ -330,7 +363,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     ``limit``: seconds of a wait in a kernel; the ranks may take longer to start.
     """
     env.put("FLUXLIKE_TOPOLOGY", "ring-3")
-    programs._NAP_MAX = 8e-3  # most ranks wait most of the time, and several mutants share the cores
+    programs._NAP_MAX = 20e-3  # most ranks wait most of the time, and several mutants share the cores
     if compiled:
         as_compiled()
         if any(op != "all_reduce" for op, _ in plan):
@@ -341,9 +374,13 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)
     env.put("FLUXLIKE_TREE_ARRAY_BOUND", "1000")
-    for kind in ("close",) if compiled else CALLS:
-        for op, transport in plan:
-            if op == "all_reduce":
-                collectives(group, transport, kind)
-            else:
-                scene(op, transport, kind)
+    # Neither all scenes of the first pair first, nor all pairs in the first scene: what will be caught is so before long.
+    kinds = ["close"] if compiled else list(CALLS)
+    order = sorted(itertools.product(range(len(plan)), range(len(kinds))), key=sum)
+    for kind, (op, transport) in ((kinds[k], plan[p]) for p, k in order):
+        if kind == "overtaken" and transport != "one_shot":
+            continue
+        if op == "all_reduce":
+            collectives(group, transport, kind)
+        else:
+            scene(op, transport, kind)

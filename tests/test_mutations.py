@@ -59,7 +59,6 @@ SURVIVORS: dict[str, str] = {
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
     "trees.all_reduce_trees_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
     "exchange.end.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
-    "gemm_rs*.gemm_rs*_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
     ),
@@ -102,13 +101,14 @@ def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
 
 
 def plan(mutant: Mutant) -> list[tuple[str, str]]:
-    """The (operation, transport) that reach a mutant."""
+    """The (operation, transport) that reach a mutant; of one that is no fault, and so runs to the end, one an operation."""
     reached = set(mutant.reached)
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
     if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
         return found
     first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees"))]
-    return first or found  # what the others share they show sooner
+    pairs = first or found  # what the others share they show sooner
+    return list({pair[0]: pair for pair in reversed(pairs)}.values())[::-1] if why_not(mutant) else pairs
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
