@@ -18,8 +18,8 @@ WORDS, BULK = 256, 8 << 10
 MOST, OVER = 256, 2
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
 PIECE = 32 << 20
-#: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes, flags
-#: included. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
+#: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes,
+#: flags included. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
 START, TRIP, SIGNAL, RATE = 1.6e-6, 2.2e-6, 1.65e-6, 350e9
 
 
@@ -157,7 +157,9 @@ def pieces(n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int)
         yield start, Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
 
 
-def launch_for(ctx: ExchangeContext, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, root: int = -1) -> Prepared:
+def launch_for(
+    ctx: ExchangeContext, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, root: int = -1
+) -> Prepared:
     """The launch for tensors like x and y, planned at most once."""
     vector = math.gcd(16 // x.element_size(), parts.n, parts.chunk)
     key = algo, op, x.dtype, parts, root, vector, x.data_ptr() % 16, y.data_ptr() % 16
