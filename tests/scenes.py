@@ -277,6 +277,11 @@ def _put_nothing(start, words, B: tl.constexpr):
 
 
 @triton.jit
+def _publish_nothing_to_all(signal, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
+    pass
+
+
+@triton.jit
 def _push_nothing(slot, block, flag, number, ctl, rank, peer, B: tl.constexpr):
     pass
 
@@ -287,10 +292,13 @@ def lost_words(group: Any, algo: str) -> None:
     Without the checker, which takes what the GPU does with words for races.
     """
     global _ends
-    words_of = {"one_shot": fluxlike.kernels.all_reduce, "words": fluxlike.kernels.exchange}
-    blocks_of = {"bulk": fluxlike.kernels.exchange, "trees": fluxlike.kernels.trees}
-    kernels = (words_of | blocks_of)[algo]
-    sends, nothing = ("put", _put_nothing) if algo in words_of else ("push", _push_nothing)
+    exchange = fluxlike.kernels.exchange
+    kernels, sends, nothing = {
+        "one_shot": (fluxlike.kernels.all_reduce, "put", _put_nothing),
+        "words": (exchange, "put", _put_nothing),
+        "bulk": (exchange, "publish_set_to_all", _publish_nothing_to_all),
+        "trees": (fluxlike.kernels.trees, "push", _push_nothing),
+    }[algo]
     rank, sent, interpreted = group.rank(), getattr(kernels, sends), words.is_interp
     env.put("FLUXLIKE_RACECHECK", "0")
     words.is_interp = _no

@@ -160,10 +160,10 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, peers * rooted, rooted, 0),
-        # parts and results of each, and such credits
+        # parts and results of each, and such credits; each block is released once for all
         "exchange_bulk_kernel": (
             peers * scatter + owners * gather + readers,
-            owners * scatter + peers * gather + peers * rooted,
+            scatter + gather + peers * rooted,
             rooted,
             0,
         ),
