@@ -34,7 +34,7 @@ KERNELS = (
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
-NAMES = (*OPS, "reduce", "broadcast")
+NAMES = (*OPS, "reduce_scatter", "reduce", "broadcast")
 #: How the collectives' kernels are called, by their transports.
 CALLS = {
     "one_shot": ("all_reduce", "one_shot"),

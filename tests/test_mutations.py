@@ -53,9 +53,6 @@ SURVIVORS: dict[str, str] = {
     ),
     "ag_gemm_stream_k.wait_tile.wait:late": "the same waits for the shards of one tile, in another order",
     "elements.advance.store:*": "only the call's number in the message of a time-out, at which tests/test_all_reduce.py looks",
-    "exchange.end.advance:epoch+1": (
-        "one set would do in two trips: whoever sends has heard of everybody that what was there before is read; one_shot needs two"
-    ),
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
     "trees.all_reduce_trees_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
     "exchange.end.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",

@@ -63,9 +63,12 @@ WAIT_RESULT = tl.constexpr(6)
 def peer_address(pointer, ctl, rank, peer):
     """The address on ``peer`` of the symmetric object at ``pointer`` on this rank (same offset in the context's block).
 
-    The hint of 16 bytes holds for a region, as every one starts at 256; without it stores fall apart into two-byte ones.
+    The hint of 16 bytes holds for a region, as every one starts at 256; without it stores fall apart into two-byte ones. It must
+    stand where the address is computed: on what a call returns it is lost.
     """
-    return tl.multiple_of(at_peer(pointer, ctl, rank, peer), 16)
+    shift = tl.load(ctl + BASES + peer) - tl.load(ctl + BASES + rank)
+    moved = (pointer.to(tl.int64, bitcast=True) + shift).to(pointer.dtype, bitcast=True)
+    return tl.multiple_of(moved, 16)
 
 
 @triton.jit
