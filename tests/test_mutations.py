@@ -55,7 +55,6 @@ SURVIVORS: dict[str, str] = {
     "elements.advance.store:*": "only the call's number in the message of a time-out, at which tests/test_all_reduce.py looks",
     "words.*:scope=gpu": "the interpreter's; the compiled store has no scope, as what orders the words is that each is whole",
     "trees.all_reduce_trees_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
-    "exchange.end.finish:epoch+1": "all ranks count calls by twos, in all that is compared; one slot set is used",
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
     ),

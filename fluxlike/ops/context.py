@@ -106,6 +106,7 @@ class Context(GroupContext):
         if self.size > 1:
             self.exchange = sequential.memory(self.op, self.control, cdiv(nbytes, self.size))
             self.exchange.stats = self.stats
+            self.inner.append(self.exchange)
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
@@ -218,11 +219,6 @@ class Context(GroupContext):
     def use(self, made: choice.Choice | None) -> None:
         """Make the calls that follow as ``made`` says, None: as is best. For tuning and tests; on all ranks alike."""
         self._used, self._plans = made, self._plans_of.setdefault(made, {})
-
-    def close(self) -> None:
-        super().close()
-        if self.exchange is not None:
-            self.exchange.close()
 
     def drop(self) -> None:
         racecheck.unwatch(self.scratch)

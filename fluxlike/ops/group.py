@@ -74,6 +74,8 @@ class GroupContext:
         self.stats = {"calls": 0, "launches": 0, "direct": 0}
         self.last_path = ""
         self.closed = False
+        #: Contexts that are of this one, and end with it.
+        self.inner: list[GroupContext] = []
         self._error: Exception | None = None
         self._seen = False
         self._stream: Any = None
@@ -280,20 +282,27 @@ class GroupContext:
         """
         if self.closed or self.world.is_forked:
             return
-        self.closed = True
         self.world.executor.synchronize()
+        together = [context for context in (self, *self.inner) if not context.closed]
+        for context in together:
+            context._end()
+        everyone, mismatch = self.control.part(f"closing {self.label}")
+        for context in together:
+            self.board.members.remove(context)
+            if everyone:
+                self.world.heap.free(context.block)
+        if mismatch is not None:
+            raise mismatch
+
+    def _end(self) -> None:
+        """No call comes any more, and the device is done."""
+        self.closed = True
         _by_ctl.pop(self.ctl.data_ptr(), None)
         if self in self.world.contexts:
             self.world.contexts.remove(self)
         self.drop()
         for name in self.watched:
             racecheck.unwatch(getattr(self, name))
-        everyone, mismatch = self.control.part(f"closing {self.label}")
-        self.board.members.remove(self)
-        if everyone:
-            self.world.heap.free(self.block)
-        if mismatch is not None:
-            raise mismatch
 
     def drop(self) -> None:
         """Give up what is not memory of the heap; the device is done."""

@@ -1,0 +1,133 @@
+"""The schedule "sequential", beyond what all schedules are put through: memory, pieces, what is rounded when, what fails."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from cases import AGCase, RSCase, same
+from faults import fresh, make_context, start, told
+from ranks import TORCHRUN, device, rows_slice, run_ranks
+
+import fluxlike
+from fluxlike.kernels import exchange as kernels
+from fluxlike.ops import exchange
+from fluxlike.runtime import env, world
+
+M, N, K = 67, 96, 80
+
+
+@contextlib.contextmanager
+def contexts(group, dtype=torch.float32):
+    with (
+        fluxlike.create_gemm_rs_context(M, N, None, dtype, group, "sequential") as rs,
+        fluxlike.create_ag_gemm_context(M, N, K, dtype, group, "sequential") as ag,
+    ):
+        yield rs, ag
+
+
+def in_pieces(group, way):
+    """Exchanges too large for one launch: of words, each trip a part of the block that a launch takes at most; of bulk."""
+    size, piece, few = dist.get_world_size(group), exchange.PIECE, exchange.few
+    exchange.PIECE, exchange.few = size * 1024, lambda ranks: 1 << 30 if way == "words" else 0
+    try:
+        with contexts(group) as (rs, ag):
+            for ctx, columns in ((rs, N), (ag, K)):
+                case = RSCase(M, N, [8] * size, torch.float32, 1) if ctx is rs else AGCase(M, [N] * size, K, torch.float32, 2)
+                x, w, _ = case.inputs(ctx.rank)
+                for _ in range(3):
+                    y = fluxlike.gemm_rs(x, w, rs) if ctx is rs else fluxlike.ag_gemm(x, w, ag, m=M)
+                same(y, case.expected(ctx.rank) if ctx is rs else case.whole()[1][ctx.rank], f"{ctx.op} in pieces, {way}")
+                of_a_part = -(-M // size) * columns * 4
+                launches = -(-of_a_part // (exchange.BULK if way == "bulk" else 4 * exchange.WORDS))
+                assert ctx.stats["launches"] == 3 * launches and launches > 1 and ctx.last_path == "sequential/torch"
+                assert ctx.stats["products"] == 3 and ctx.stats["calls"] == 3
+    finally:
+        exchange.PIECE, exchange.few = piece, few
+
+
+@pytest.mark.parametrize("way", ("words", "bulk"))
+def test_in_pieces(way):
+    run_ranks(in_pieces, 2, way=way)
+
+
+def rounded(group, dtype):
+    """gemm_rs: every partial sum once, a bias within the owner's, then their sum in the order of the ranks."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    generator = torch.Generator().manual_seed(7)
+    xs, ws = torch.randn(size, M, K, generator=generator).to(dtype), torch.randn(size, N, K, generator=generator).to(dtype)
+    bias, mine = torch.randn(N, generator=generator).to(dtype), rows_slice(M, size, rank)
+    with contexts(group, dtype) as (rs, _):
+        y = fluxlike.gemm_rs(xs[rank].to(device()), ws[rank].to(device()), rs, bias=bias.to(device()))
+    total = torch.zeros(mine.stop - mine.start, N)
+    for source in range(size):
+        product = xs[source][mine].float() @ ws[source].float().T
+        total += (product + bias.float() if source == rank else product).to(dtype).float()
+    assert torch.equal(y, total.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.skipif(TORCHRUN, reason="cuBLAS adds in an order of its own")
+def test_what_is_rounded(dtype):
+    run_ranks(rounded, 3, dtype=dtype)
+
+
+def memory(group):
+    """Of an explicit schedule as much as its largest call needs, or a piece; of auto on a CPU none; given back with the context."""
+    heap = world.current().heap
+    before = heap.in_use
+    with contexts(group) as (rs, ag):
+        assert rs.exchange.words == -(-(-(-M // rs.size) * N * 4) // (4 * exchange.WORDS)) and ag.exchange.bulk == 1
+        assert rs.scratch.numel() == rs.size * -(-M // rs.size) * N
+    assert rs.exchange.closed and heap.in_use == before
+    with fluxlike.create_gemm_rs_context(M, N, group=group) as auto:
+        assert auto.exchange is None or device().type == "cuda"
+
+
+def test_memory():
+    run_ranks(memory, 3)
+
+
+@triton.jit
+def put_nothing(start, words, B: tl.constexpr):
+    pass
+
+
+def lost(group, op):
+    """What rank 0 hears of a call in which rank 1 sends nothing, and of the next one; then all is well in a new context."""
+    start()
+    put, act, limit = kernels.put, {"gemm_rs": gemm_rs, "ag_gemm": ag_gemm}[op], env.get("FLUXLIKE_TIMEOUT_S")
+    env.put("FLUXLIKE_TIMEOUT_S", "3")
+    with make_context(op, "sequential") as ctx:
+        kernels.put = put_nothing if ctx.rank == 1 else put
+        said, _ = told(lambda: (act(ctx), ctx.check()), fluxlike.PeerTimeout)
+        kernels.put = put
+        dist.barrier(group)
+        again, _ = told(lambda: act(ctx), fluxlike.PeerTimeout)
+    env.put("FLUXLIKE_TIMEOUT_S", limit)
+    with make_context(op, "sequential") as ctx:
+        act(ctx)
+        ctx.check()
+    fluxlike.finalize()
+    return said, again
+
+
+def gemm_rs(ctx):
+    return fluxlike.gemm_rs(torch.ones(64, 16, device=device()), torch.ones(128, 16, device=device()), ctx)
+
+
+def ag_gemm(ctx):
+    return fluxlike.ag_gemm(torch.ones(32, 16, device=device()), torch.ones(128, 16, device=device()), ctx)
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_a_lost_signal(op):
+    first, second = fresh(lost, 2, op=op)
+    assert first.ok and second.ok, f"{first}\n{second}"
+    said, again = first.value
+    what = "its partial sums" if op == "gemm_rs" else "its part of the result"
+    assert said.startswith(f"PeerTimeout: {op}: rank 0 waited 3 s for rank 1: {what} of call 1 (expected 1, saw 0)"), said
+    assert again == said
