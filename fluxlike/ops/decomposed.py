@@ -57,7 +57,7 @@ ag_gemm rounds once, behind the bias. gemm_rs: the own partial stays in fp32, th
 in fp32 in the order own, bias, r+1, r+2, …, rounded once. Nothing depends on the order of arrival: repeats give the same bits
 wherever torch.mm does.
 
-Not measured yet; docs/performance.md has the prediction.
+Measured: ahead of the other schedules for the largest ag_gemm only, and held up by the host in eager calls; docs/performance.md.
 """
 
 from collections.abc import Callable
