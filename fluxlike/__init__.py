@@ -17,6 +17,8 @@ _HOME = {
     "gemm_rs": "ops.gemm_rs",
     "create_ag_gemm_context": "ops.ag_gemm",
     "ag_gemm": "ops.ag_gemm",
+    "create_gemm_ar_context": "ops.gemm_ar",
+    "gemm_ar": "ops.gemm_ar",
     "all_reduce": "ops.all_reduce",
     "all_reduce_": "ops.all_reduce",
     "reduce_scatter": "ops.collectives",
@@ -34,8 +36,10 @@ __all__ = [
     "all_reduce_",
     "broadcast",
     "create_ag_gemm_context",
+    "create_gemm_ar_context",
     "create_gemm_rs_context",
     "finalize",
+    "gemm_ar",
     "gemm_rs",
     "init",
     "is_initialized",
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     from .ops.ag_gemm import ag_gemm, create_ag_gemm_context
     from .ops.all_reduce import all_reduce, all_reduce_
     from .ops.collectives import all_gather, broadcast, reduce, reduce_scatter
+    from .ops.gemm_ar import create_gemm_ar_context, gemm_ar
     from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
     from .runtime.errors import PeerTimeout
     from .runtime.world import finalize, init, is_initialized

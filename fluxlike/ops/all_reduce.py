@@ -3,6 +3,7 @@
 Read with `kernels/exchange.py`, which holds the protocol, and `kernels/all_reduce.py`.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -74,8 +75,9 @@ def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
     """The tensors of a call, as a list."""
     if op not in OPS:
         raise ValueError(f"all_reduce: op={op!r} is not one of {', '.join(map(repr, OPS))}")
-    if algo not in ("auto", *ALGORITHMS, "trees"):
-        raise ValueError(f"all_reduce: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS, 'trees')))}")
+    error = check_algorithm("all_reduce", algo, "trees")
+    if error is not None:
+        raise error
     xs = [x] if isinstance(x, torch.Tensor) else list(x) if isinstance(x, (list, tuple)) else [x]
     device = world.current().device
     for t in xs:
@@ -85,6 +87,12 @@ def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
         if t.dtype != xs[0].dtype:
             raise ValueError(f"all_reduce: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
     return xs
+
+
+def check_algorithm(name: str, algo: Any, *more: str) -> ValueError | None:
+    """The error of a name that is no algorithm."""
+    known = ("auto", *ALGORITHMS, *more)
+    return None if algo in known else ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, known))}")
 
 
 def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGroup | None, op: str, algo: str) -> None:
@@ -125,15 +133,29 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: in
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
     if algo == "auto":
         algo = choose(sum(sizes) * dtype.itemsize, control.size)
-    elements = exchange.block(algo, dtype.itemsize)
-    blocks = sum(cdiv(size, elements) for size in sizes)
-    row = blocks if algo in ("one_shot", "trees") else cdiv(blocks, control.size)
+    row = blocks_of(sizes, algo, dtype, control.size)
     ctx = trees.context(control, row) if algo == "trees" else exchange.context(KIND, control, algo, row)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
+    ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
+    queue(ctx, pairs, algo, op, row, several)
+
+
+def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -> int:
+    """Blocks of tensors of so many elements, all of them or, where each rank owns a part, those of a part."""
+    elements = exchange.block(algo, dtype.itemsize)
+    blocks = sum(cdiv(size, elements) for size in sizes)
+    return blocks if algo in ("one_shot", "trees") else cdiv(blocks, ranks)
+
+
+def queue(
+    ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool = False
+) -> None:
+    """The launch of a call that has begun; ``row``: `blocks_of`."""
+    sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
+    elements = exchange.block(algo, dtype.itemsize)
     places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
     # of one tensor the launch itself sees the address
     vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
-    ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
     key = algo, several, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
     _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, several, op, row, elements, vector))
     x, y = pairs[0]
@@ -174,6 +196,19 @@ def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
     places = [(number, first) for number, size in enumerate(sizes) for first in range(0, size, elements)]
     places += [(0, cdiv(sizes[0], elements) * elements)] * (blocks - len(places))
     return [*sizes, *[number for number, _ in places], *[first for _, first in places]]
+
+
+def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:
+    """Blocks in a row, of words and of bulk, for any call of up to ``elements``."""
+    rows = dict.fromkeys(ALGORITHMS, 1)
+    most = min(elements, exchange.PIECE // dtype.itemsize)
+    for name in ALGORITHMS if algo == "auto" else (algo,):
+        # the algorithms follow each other as sizes grow, so each needs most where the next one begins
+        after = ALGORITHMS[ALGORITHMS.index(name) + 1 :]
+        last = bisect.bisect_left(range(most), True, key=lambda n: choose((n + 1) * dtype.itemsize, ranks) in after)
+        largest = most if algo == name else last
+        rows[name] = max(1, blocks_of([largest], name, dtype, ranks))
+    return max(rows["one_shot"], rows["two_shot"]), rows["bulk"]
 
 
 def choose(nbytes: int, ranks: int) -> str:

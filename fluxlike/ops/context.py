@@ -108,14 +108,6 @@ class Context(GroupContext):
             self.exchange.stats = self.stats
             self.inner.append(self.exchange)
 
-    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
-        if out.numel() > 0:
-            racecheck.host_read(a)
-            racecheck.host_write(out)
-            self.world.executor.multiply(a, w, out, bias)
-            self.stats["products"] += 1
-
     def raise_if_failed(self) -> None:
         super().raise_if_failed()
         if self.exchange is not None:

@@ -156,6 +156,14 @@ class GroupContext:
             known = self._plans[key] = self._planned, make()
         return known
 
+    def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
+        if out.numel() > 0:
+            racecheck.host_read(a)
+            racecheck.host_write(out)
+            self.world.executor.multiply(a, w, out, bias)
+            self.stats["products"] = self.stats.get("products", 0) + 1
+
     def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled) -> None:
         """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
         self.stats["launches"] += 1

@@ -11,6 +11,8 @@ Gradients. Each operation is the other's backward::
     z = ag_gemm(s, w, b)     ds = reduce_scatter(dz · w)  a gemm_rs; beneath it copy engines gather s again,
                              dw = dzᵀ · gathered s, db = column sums of dz: local products
 
+    y = gemm_ar(x, w, b)     dx = dy · w, dw = dyᵀ · x, db = column sums of dy: local, as dy is the same on all ranks
+
 So both transfers of a backward are hidden under its first product, and the second product has all it needs in local memory.
 The forward of ag_gemm saves its shard, not the gathered input, R times as large; ``return_gathered`` keeps that and spares the
 second gather. Several weights of one gather have one gemm_rs in the backward, of their concatenation.
@@ -30,6 +32,7 @@ from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from ..kernels.tiles import rows_of
 from ..runtime import world
 from . import ag_gemm as ag
+from . import gemm_ar as ar
 from . import gemm_rs as rs
 from . import validate
 from .context import kept
@@ -195,17 +198,50 @@ def _(
     return x.new_empty(_rows(x.shape[0], group_name), weight.shape[0]), shard.new_empty(m, shard.shape[1])
 
 
-for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op):
+# -- gemm_ar --------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fluxlike::gemm_ar", mutates_args=())
+def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    return ar.call(x, weight, bias=bias, group=group_of(group_name))
+
+
+@gemm_ar_op.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save_gemm_ar(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, *_ = inputs
+    ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
+
+
+def _gemm_ar_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    return dy @ weight if wants_x else None, dy.T @ x if wants_weight else None, dy.sum(0) if wants_bias else None, None
+
+
+gemm_ar_op.register_autograd(_gemm_ar_backward, setup_context=_save_gemm_ar)
+
+
+for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
     _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
 
-# -- what fluxlike.gemm_rs and fluxlike.ag_gemm come to ---------------------------------------------------------------------
+# -- what fluxlike.gemm_rs, ag_gemm and gemm_ar come to --------------------------------------------------------------------
 
 
 def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
     _no("gemm_rs", ctx=ctx, out=out)
     _tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_rs_op(x, weight, bias, name_of(group))
+
+
+def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
+    _no("gemm_ar", ctx=ctx, out=out)
+    _tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
+    return gemm_ar_op(x, weight, bias, name_of(group))
 
 
 def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool) -> Any:

@@ -16,6 +16,25 @@ from .group import resolve
 
 
 @torch.no_grad()
+def gemm_ar(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: Any = None,
+    *,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`fluxlike.gemm_ar` by one fp32 product and one fp32 all-reduce."""
+    validate.operands("gemm_ar", x, weight, bias)
+    control = resolve(group) if ctx is None else ctx.control
+    y = validate.output("gemm_ar", out, (x.shape[0], weight.shape[0]), x, weight, bias)
+    total = x.float() @ weight.float().T
+    dist.all_reduce(total, group=control.group)
+    return y.copy_(total if bias is None else total + bias.float())
+
+
+@torch.no_grad()
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,

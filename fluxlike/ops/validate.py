@@ -9,10 +9,11 @@ from ..kernels.tiles import rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import tiling
-from .context import DTYPES, Context
+from .context import DTYPES
+from .group import GroupContext
 
 
-def context(op: str, ctx: Any, kind: type[Context]) -> None:
+def context(op: str, ctx: Any, kind: type[GroupContext]) -> None:
     """ctx is None or a context of this operation."""
     if ctx is not None and not isinstance(ctx, kind):
         found = getattr(ctx, "op", type(ctx).__name__)
@@ -103,7 +104,7 @@ def countable(op: str, name: str, size: int) -> None:
         )
 
 
-def call(op: str, ctx: Context, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
+def call(op: str, ctx: Any, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
     """The call fits the context: state, group, dtype, and each size (value, limit, name of the limit)."""
     ctx.raise_if_failed()
     if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:

@@ -1,0 +1,134 @@
+"""GEMM + AllReduce: y = all_reduce(x · weightᵀ), on all ranks; for tensor-parallel layers without sequence parallelism.
+
+Meant for few rows, as in decoding: one product by torch (cuBLAS), then one kernel of `ops.all_reduce` out of this context's
+memory into the result. Nothing is overlapped; `ops.sequential` says why.
+"""
+
+import torch
+import torch.distributed as dist
+
+from ..runtime import racecheck, world
+from . import all_reduce, exchange, validate
+from .context import check_arguments
+from .exchange import ExchangeContext, Kind
+from .group import kept, resolve, wants_gradient
+
+KIND = Kind("gemm_ar", scatter=True, gather=True)
+
+
+class GemmARContext(ExchangeContext):
+    """Memory for calls up to ``max_m`` rows and ``n`` columns; any K."""
+
+    watched = (*ExchangeContext.watched, "partial")
+
+    def __init__(self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, algo: str = "auto") -> None:
+        control = resolve(group)
+        error = check_arguments("gemm_ar", {"max_m": max_m, "n": n}, dtype, "auto") or all_reduce.check_algorithm("gemm_ar", algo)
+        with control.lock:
+            control.agree("create_gemm_ar_context", (max_m, n, str(dtype), algo), error)
+            self.max_m, self.n, self.dtype, self.algo = max_m, n, dtype, algo
+            #: The partial sums of this rank.
+            self.partial = torch.empty(max_m * n, dtype=dtype, device=world.current().device)
+            super().__init__(KIND, control, *all_reduce.room(max_m * n, dtype, control.size, algo))
+        self.maker = "fluxlike.create_gemm_ar_context"
+
+
+def create_gemm_ar_context(
+    max_m: int, n: int, dtype: torch.dtype = torch.bfloat16, group: dist.ProcessGroup | None = None, algo: str = "auto"
+) -> GemmARContext:
+    """Memory and signals for `gemm_ar`. Collective over ``group``: every rank passes the same arguments.
+
+    Args:
+        max_m: most rows of x in a call. n: most columns of the result. dtype: torch.bfloat16, torch.float16 or torch.float32, of x,
+            weight and the result. group: the tensor-parallel group; the one given to init if None.
+        algo: how the partial sums are exchanged, one of `all_reduce`'s "one_shot", "two_shot", "bulk", or "auto".
+
+    Raises:
+        ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
+    """
+    return GemmARContext(max_m, n, dtype, group, algo)
+
+
+def gemm_ar(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: GemmARContext | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Σ_ranks x · weightᵀ (+ bias), on all ranks.
+
+    Args:
+        x: [M, K / R], rows contiguous (stride 1 along K). weight: [N, K / R], row-major or the transposed view of a row-major
+            [K / R, N]. Same dtype as the context. K / R may differ from rank to rank.
+        ctx: a context of `create_gemm_ar_context`; None keeps one for each (group, dtype) that grows collectively.
+        bias: [N], the same on all ranks, added once. group: the tensor-parallel group when ctx is None. out: [M, N], row-major, to
+            write into.
+
+    Returns:
+        [M, N], the same bits on all ranks and on every repeat; a new tensor unless ``out`` is given.
+
+    Numerics: products accumulate in fp32, as torch's settings have it (``torch.backends.cuda.matmul``); each rank's is rounded to
+    the dtype, that of the first rank behind the bias; their sum is made in fp32 in the order of the ranks and rounded once.
+
+    Gradients and torch.compile: as for `gemm_rs`, by ``torch.ops.fluxlike.gemm_ar``, which takes neither ``ctx`` nor ``out``. Every
+    rank is to go on with the same y, so dy is the same on all ranks and the backward needs no exchange: dx = dy · weight,
+    dweight = dyᵀ · x, dbias = the column sums of dy.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N.
+        RuntimeError: no init, closed context.
+        PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
+    """
+    if torch.compiler.is_compiling() or wants_gradient(x, weight, bias):
+        from . import library
+
+        return library.gemm_ar(x, weight, bias, group, ctx, out)
+    return call(x, weight, ctx, bias, group, out)
+
+
+def call(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ctx: GemmARContext | None = None,
+    bias: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`gemm_ar`, which autograd does not see."""
+    validate.context("gemm_ar", ctx, GemmARContext)
+    validate.operands("gemm_ar", x, weight, bias)
+    m, n = x.shape[0], weight.shape[0]
+    control = resolve(group) if ctx is None else ctx.control
+    with control.lock:
+        if ctx is None:
+            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
+            ctx = kept(key, control, sizes, lambda wanted: GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group), 1 << 31)
+        validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+        y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
+        if m == 0 or n == 0:
+            ctx.record(M=m, N=n)
+            return y
+        _run(ctx, x, weight, bias, y)
+        return y
+
+
+def _run(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+    m, n = y.shape
+    algo = all_reduce.choose(y.nbytes, ctx.size) if ctx.algo == "auto" else ctx.algo
+    ctx.begin(f"{algo}/torch", M=m, N=n)
+    partial = y if ctx.size == 1 else ctx.partial[: m * n].view(m, n)
+    if x.shape[1] == 0:
+        racecheck.host_write(partial)
+        partial.copy_(torch.zeros_like(partial) if bias is None or ctx.rank else bias.expand_as(partial))
+    else:
+        ctx.multiply(x, weight, partial, None if ctx.rank else bias)
+    if ctx.size > 1:
+        most = exchange.PIECE // ctx.dtype.itemsize
+        for start in range(0, m * n, most):
+            piece = partial.view(-1)[start : start + most], y.view(-1)[start : start + most]
+            row = all_reduce.blocks_of([len(piece[0])], algo, ctx.dtype, ctx.size)
+            all_reduce.queue(ctx, [piece], algo, "sum", row)
+

@@ -1,0 +1,144 @@
+"""gemm_ar: equality on small whole numbers, pieces, gradients, what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_weight, same
+from ranks import device, exact, ints, run_ranks
+
+import fluxlike
+from fluxlike.ops import all_reduce, exchange, gemm_ar
+
+SIZES = ((64, 96, 32), (37, 70, 50), (1, 7, 3), (5, 1, 1), (130, 65, 33))
+EMPTY = ((0, 8, 8), (8, 0, 8), (8, 8, 0))
+
+
+def inputs(m, n, k, dtype, seed, rank, transposed=False):
+    x = ints((m, k), dtype, seed * 100 + rank).to(device())
+    return x, make_weight(n, k, dtype, seed * 100 + 50 + rank, transposed), ints((n,), dtype, seed, -4, 4, 1.0).to(device())
+
+
+def truth(m, n, k, dtype, seed, ranks, bias):
+    total = torch.zeros(m, n, dtype=torch.float64, device=device())
+    for rank in range(ranks):
+        x, w, b = (t.double() for t in inputs(m, n, k, dtype, seed, rank))
+        exact(x.abs() @ w.abs().T)
+        total += x @ w.T
+    total = total + b if bias else total
+    exact(total)
+    return total.cpu()
+
+
+def matrix(group, dtype):
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    for algo in ("auto", *all_reduce.ALGORITHMS):
+        with fluxlike.create_gemm_ar_context(130, 96, dtype, group, algo) as ctx:
+            for seed, (m, n, k) in enumerate(SIZES + EMPTY):
+                x, w, b = inputs(m, n, k, dtype, seed, rank, transposed=bool(seed % 2))
+                bias = b if seed % 3 else None
+                y = fluxlike.gemm_ar(x, w, ctx, bias=bias)
+                assert y.dtype == dtype and y.is_contiguous()
+                expected = truth(m, n, k, dtype, seed, size, bias is not None)
+                same(y, expected, f"gemm_ar {m}×{n}×{k} {algo}")
+                same(fluxlike.reference.gemm_ar(x, w, bias=bias, group=group), expected, "reference")
+                if m and n:
+                    chosen = all_reduce.choose(y.nbytes, size) if algo == "auto" else algo
+                    assert ctx.last_path == f"{chosen}/torch", ctx.last_path
+            assert ctx.stats["calls"] == len(SIZES) + 1 and ctx.stats["products"] == len(SIZES)
+            assert ctx.stats["launches"] == (len(SIZES) + 1) * (size > 1)
+
+
+@pytest.mark.parametrize(("world", "dtype"), ((1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "float16")))
+def test_sizes(world, dtype):
+    run_ranks(matrix, world, dtype=dtype)
+
+
+def without_a_context(group):
+    """One that is kept and grows; results into out, and in pieces."""
+    rank, size, piece = dist.get_rank(group), dist.get_world_size(group), exchange.PIECE
+    exchange.PIECE = 2 * exchange.BULK
+    try:
+        for seed, (m, n, k) in enumerate(((4, 16, 8), (70, 96, 16), (33, 96, 16))):
+            x, w, _ = inputs(m, n, k, torch.float32, seed, rank)
+            out = torch.full((m, n), 7.0, device=device())
+            assert fluxlike.gemm_ar(x, w, group=group, out=out) is out
+            same(out, truth(m, n, k, torch.float32, seed, size, False), f"gemm_ar {m}×{n}×{k} in pieces")
+    finally:
+        exchange.PIECE = piece
+
+
+def test_without_a_context():
+    run_ranks(without_a_context, 2)
+
+
+def test_room():
+    """For whatever algorithm auto takes for any size up to the largest."""
+    for ranks in (2, 3, 4, 8):
+        for elements in (1, 1000, 300_000, 1 << 22, 1 << 26):
+            words, bulk = all_reduce.room(elements, torch.bfloat16, ranks, "auto")
+            most = min(elements, exchange.PIECE // 2)
+            for n in {max(1, most * i // 64) for i in range(65)}:
+                algo = all_reduce.choose(2 * n, ranks)
+                blocks = all_reduce.blocks_of([n], algo, torch.bfloat16, ranks)
+                assert blocks <= (bulk if algo == "bulk" else words), (ranks, n, algo)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x, weight, bias):
+        return fluxlike.gemm_ar(x, weight, bias=bias).square().sum()
+
+
+def gradients(group, compiled):
+    """As of the whole product in one place, with a loss that all ranks compute from the same y."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(3)
+    xs, ws = torch.randn(size, 12, 10, generator=generator), torch.randn(size, 14, 10, generator=generator)
+    bias = torch.randn(14, generator=generator)
+    mine = [t.clone().to(device()).requires_grad_() for t in (xs[rank], ws[rank], bias)]
+    layer = torch.compile(Layer(), backend="aot_eager", fullgraph=True) if compiled else Layer()
+    layer(*mine).backward()
+    whole = [t.clone().requires_grad_() for t in (xs, ws, bias)]
+    (torch.einsum("rmk,rnk->mn", *whole[:2]) + whole[2]).square().sum().backward()
+    for got, wanted in zip(mine, (whole[0].grad[rank], whole[1].grad[rank], whole[2].grad), strict=True):
+        torch.testing.assert_close(got.grad.cpu(), wanted, rtol=2e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_gradients(compiled):
+    run_ranks(gradients, 4, compiled=compiled)  # the world that fluxlike was given, as no group is named
+
+
+def refused(group):
+    rank = dist.get_rank(group)
+    x, w, b = inputs(8, 16, 4, torch.float32, 1, rank)
+    with fluxlike.create_gemm_ar_context(8, 16, torch.float32, group) as ctx:
+        for call, says in (
+            (lambda: fluxlike.gemm_ar(x.repeat(2, 1), w, ctx), "M=16 is more than the context's max_m=8"),
+            (lambda: fluxlike.gemm_ar(x, w.repeat(2, 1), ctx), "N=32 is more than the context's n=16"),
+            (lambda: fluxlike.gemm_ar(x[:, :2], w, ctx), r"their second sizes \(K\) must be equal"),
+            (lambda: fluxlike.gemm_ar(x.half(), w.half(), ctx), "x has dtype torch.float16 and the context torch.float32"),
+            (lambda: fluxlike.gemm_ar(x, w, ctx, out=x), "out is"),
+            (lambda: fluxlike.gemm_ar(x, w, object()), "it must come from fluxlike.create_gemm_ar_context"),
+            (lambda: fluxlike.gemm_ar(x.requires_grad_(), w, ctx), "ctx= is given to a call that autograd records"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                call()
+        x = x.detach()
+        expected = truth(8, 16, 4, torch.float32, 1, dist.get_world_size(group), True)
+        same(fluxlike.gemm_ar(x, w, ctx, bias=b), expected, "behind these")
+    for how, says in ((dict(max_m=0), "max_m=0"), (dict(dtype=torch.int8), "dtype=torch.int8"), (dict(algo="ring"), "'ring'")):
+        with pytest.raises(ValueError, match=says):
+            fluxlike.create_gemm_ar_context(**(dict(max_m=8, n=8, group=group) | how))
+    with pytest.raises(RuntimeError, match=r"this context is closed; make a new one with fluxlike\.create_gemm_ar_context"):
+        fluxlike.gemm_ar(x, w, ctx)
+
+
+def test_what_is_refused():
+    run_ranks(refused, 2)
+
+
+def test_the_signature_is_that_of_the_reference():
+    import inspect
+
+    ours, theirs = (list(inspect.signature(f).parameters) for f in (gemm_ar.gemm_ar, fluxlike.reference.gemm_ar))
+    assert ours == theirs
