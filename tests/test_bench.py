@@ -39,6 +39,7 @@ def test_wire_bytes():
     assert bench_report.wire_bytes("gemm_rs", Shape(100, 20, 7), 4, 2) == 3 / 4 * 100 * 20 * 2
     assert bench_report.wire_bytes("ag_gemm", Shape(100, 20, 7), 4, 4) == 3 / 4 * 100 * 7 * 4
     assert bench_report.wire_bytes("gemm_rs", Shape(100, 20, 7), 1, 2) == 0
+    assert bench_report.wire_bytes("gemm_ar", Shape(100, 20, 7), 4, 2) == 2 * 3 / 4 * 100 * 20 * 2
 
 
 def test_the_limit_is_the_product_or_the_wire():
@@ -137,7 +138,7 @@ def test_named_suites():
     assert Shape(8192, 4096, 14336) in eight["gemm_rs"] and Shape(8192, 49152, 12288) in eight["ag_gemm"]
     assert [s.m for s in decode["gemm_rs"]] == [16, 64, 256, 512] == [s.m for s in decode["ag_gemm"]]
     for name, suite in bench_problems.SUITES.items():
-        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce"}
+        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce", "gemm_ar"}
         for op, shapes in suite.items():
             assert len(set(shapes)) == len(shapes)
             for world in (1, 2, 4, 8):
@@ -145,7 +146,8 @@ def test_named_suites():
 
 
 def test_what_cannot_be_split():
-    rs, ag, reduce = bench.KINDS.values()
+    rs, ag, ar, reduce = bench.KINDS.values()
+    assert ar.unfit(Shape(15, 5, 16), 4) is None and ar.unfit(Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
     assert rs.unfit(Shape(16, 5, 16), 4) is None
     assert ag.unfit(Shape(16, 16, 5), 4) is None
     assert rs.unfit(Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
@@ -542,6 +544,16 @@ def test_sizes_timed():
             for name, row in rows.items():
                 assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.error <= row.allowed, (mode, row)
                 assert row.path.startswith({"torch": "", "auto": "one_shot"}.get(name, name))
+
+
+def test_sums_on_all_ranks():
+    argv = ["gemm_ar", "--eager", "--rounds", "2", "--iters", "2"]
+    for found, bad in values(ranks.run_fresh(run_shape, 2, timeout=120, argv=argv, cuda=True)):
+        assert not bad, found
+        assert list(found["eager"]) == ["gemm", "torch", "one_shot", "two_shot", "bulk", "auto"]
+        for name, row in found["eager"].items():
+            assert row.status == "ok" and 0 < row.error <= row.allowed, row
+            assert row.path == {"gemm": "", "torch": "", "auto": "one_shot/torch"}.get(name, f"{name}/torch")
 
 
 def test_a_graph_that_does_nothing_is_wrong():

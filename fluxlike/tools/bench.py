@@ -1,4 +1,6 @@
-"""`python -m fluxlike bench {gemm_rs,ag_gemm,all_reduce}`: how fast, against what, and how near the limit. Start it with launch.sh.
+"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce}`: how fast, against what, and how near the limit.
+
+Start it with launch.sh.
 
 Protocol
 * Shapes M×N×K are of the whole problem: gemm_rs x [M, K/R], weight [N, K/R]; ag_gemm x [M/R, K], weight [N/R, K]. Operands are
@@ -7,16 +9,17 @@ Protocol
   an fp64 product of the same operands, summed over the ranks. The root mean square of the deviation may be 1.5 × that of torch's
   own path (or of one rounding of the result, if torch happens to be better); after the timing one more call is compared. A
   method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
-* Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor, or
-  all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`. Buffers and
-  contexts are made once a shape, so nobody pays for allocation.
+* Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
+  all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
+  Buffers and contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
   work in all, and the methods take turns: in each round each is timed once, in another order. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
   rank. The figure is the median over the rounds (7); smallest and largest stand beside it.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
 * Host time: 30 calls without synchronising, by the host's clock, slowest rank.
-* t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs) or (R−1)/R·M·K (ag_gemm) elements.
+* t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs), (R−1)/R·M·K (ag_gemm), 2·(R−1)/R·M·N
+  (gemm_ar) elements.
   Limit T* = max(t_gemm, wire / 360 GB/s). Overlap efficiency E = 1 − (t − t_gemm) / (t_torch − t_gemm).
 * On the CPU heap the same path runs, with one call for each timing, and times are not reported: an interpreter's mean nothing.
 
@@ -43,11 +46,11 @@ from ..ops import tuning
 from ..runtime import world
 from . import bench_report, command
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, Problem
+from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
 from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
 
-KINDS: dict[str, type[Problem]] = {**PROBLEMS, "all_reduce": AllReduce}
+KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce}
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50

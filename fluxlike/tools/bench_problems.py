@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import fluxlike
 
+from ..ops.all_reduce import ALGORITHMS
 from ..ops.context import SCHEDULES
 from .bench_peers import Peers
 from .bench_report import Report, Shape
@@ -284,4 +285,45 @@ class AGGemm(Problem):
         return result[self.rows][:, self.cols].double(), self.truth
 
 
+class GemmAR(GemmRS):
+    """As gemm_rs, with the whole sum on every rank."""
+
+    OURS = (*ALGORITHMS, "auto")
+    ON_GPUS = ("gemm", "torch")
+    UNBOUNDED = ("torch", "reference")
+    SUITES: ClassVar = {
+        "headline": _shapes(
+            "16x8192x28672 64x8192x28672 256x8192x28672 512x8192x28672 64x4096x14336 256x4096x14336 512x4096x14336"
+        ),
+        "decode": SUITES["decode"]["gemm_rs"],
+        "toy": SUITES["toy"]["gemm_rs"],
+    }
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
+        super().__init__(shape, dtype, device, peers)
+        self.out = self.empty(shape.m, shape.n)
+        self.truth = peers.add(self.local)
+
+    @classmethod
+    def unfit(cls, shape: Any, ranks: int) -> str | None:
+        return indivisible(ranks, K=shape.k)
+
+    def context(self, schedule: str) -> Any:
+        return fluxlike.create_gemm_ar_context(self.shape.m, self.shape.n, self.dtype, algo=schedule)
+
+    def ours(self, context: Any) -> torch.Tensor:
+        return fluxlike.gemm_ar(self.x, self.weight, context, out=self.out)
+
+    def run_torch(self) -> torch.Tensor:
+        dist.all_reduce(self.run_gemm())
+        return self.product
+
+    def run_reference(self) -> torch.Tensor:
+        return fluxlike.reference.gemm_ar(self.x, self.weight, out=self.out)  # type: ignore[no-any-return]
+
+    def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return result[self.rows][:, self.cols].double(), self.local if method == "gemm" else self.truth
+
+
+#: The operations whose contexts have schedules, for `tune` and `trace`, too.
 PROBLEMS: dict[str, type[Problem]] = {"gemm_rs": GemmRS, "ag_gemm": AGGemm}

@@ -79,9 +79,9 @@ class Result:
 
 
 def wire_bytes(op: str, shape: Shape, ranks: int, itemsize: int) -> float:
-    """Bytes that one rank must send (and receive): partial sums for the others' rows, or its shard to all others."""
-    width = shape.n if op == "gemm_rs" else shape.k
-    return (ranks - 1) / ranks * shape.m * width * itemsize
+    """Bytes that one rank must send (and receive): partial sums for the others' rows, its shard or its sums to all others."""
+    width = shape.k if op == "ag_gemm" else shape.n
+    return (2 if op == "gemm_ar" else 1) * (ranks - 1) / ranks * shape.m * width * itemsize
 
 
 def limit_ms(op: str, shape: Shape, ranks: int, itemsize: int, gemm_ms: float | None) -> float | None:
