@@ -69,7 +69,7 @@ def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor) -> Plan:
 
 def _exchange(ctx: "Context", plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
     for start, launch in plan.launches:
-        launch((x.view(-1)[start:], y.view(-1)[start:]))
+        launch((x.view(-1)[start:], y.view(-1)[start:]) if start else (x, y))
 
 
 def gemm_rs(
