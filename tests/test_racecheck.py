@@ -71,7 +71,7 @@ def every_operation(group: Any) -> int:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_the_operations_are_clean(ranks: int) -> None:
     for outcome in run_fresh(every_operation, ranks, ENV, timeout=120, measure="kernels"):
-        assert outcome.ok and outcome.value == 30, str(outcome)
+        assert outcome.ok and outcome.value == 40, str(outcome)
 
 
 # kernels of users
