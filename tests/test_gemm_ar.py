@@ -7,7 +7,7 @@ from cases import make_weight, same
 from ranks import device, exact, ints, run_ranks
 
 import fluxlike
-from fluxlike.ops import all_reduce, exchange, gemm_ar
+from fluxlike.ops import all_reduce, exchange
 
 SIZES = ((64, 96, 32), (37, 70, 50), (1, 7, 3), (5, 1, 1), (130, 65, 33))
 EMPTY = ((0, 8, 8), (8, 0, 8), (8, 8, 0))
@@ -135,10 +135,3 @@ def refused(group):
 
 def test_what_is_refused():
     run_ranks(refused, 2)
-
-
-def test_the_signature_is_that_of_the_reference():
-    import inspect
-
-    ours, theirs = (list(inspect.signature(f).parameters) for f in (gemm_ar.gemm_ar, fluxlike.reference.gemm_ar))
-    assert ours == theirs

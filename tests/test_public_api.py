@@ -22,6 +22,8 @@ SIGNATURES = {
     "is_initialized": "()",
     "create_gemm_rs_context": "(max_m, n, k=None, dtype=torch.bfloat16, group=None, schedule='auto')",
     "gemm_rs": "(x, weight, ctx=None, *, bias=None, group=None, out=None)",
+    "create_gemm_ar_context": "(max_m, n, dtype=torch.bfloat16, group=None, algo='auto')",
+    "gemm_ar": "(x, weight, ctx=None, *, bias=None, group=None, out=None)",
     "create_ag_gemm_context": "(max_m, n, k, dtype=torch.bfloat16, group=None, schedule='auto')",
     "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None)",
     "all_reduce": "(x, group=None, op='sum', algo='auto')",
@@ -55,14 +57,14 @@ def test_signature(name):
     assert bare(getattr(fluxlike, name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize("name", ("gemm_rs", "gemm_ar", "ag_gemm"))
 def test_the_reference_has_the_same_signature(name):
     assert bare(getattr(fluxlike.reference, name)) == bare(getattr(fluxlike, name))
 
 
 def test_every_public_name_has_a_docstring_and_types():
     public = {name: getattr(fluxlike, name) for name in fluxlike.__all__ if name != "__version__"}
-    public |= {f"reference.{name}": getattr(fluxlike.reference, name) for name in ("gemm_rs", "ag_gemm")}
+    public |= {f"reference.{name}": getattr(fluxlike.reference, name) for name in ("gemm_rs", "gemm_ar", "ag_gemm")}
     assert not [name for name, thing in public.items() if not (thing.__doc__ or "").strip()]
     functions = {name: inspect.signature(thing) for name, thing in public.items() if inspect.isfunction(thing)}
     assert not [name for name, s in functions.items() if s.return_annotation is inspect.Signature.empty]
