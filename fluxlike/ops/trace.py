@@ -95,7 +95,8 @@ class Trace:
         context.check()
         if self._times is None:
             raise RuntimeError(
-                f"{context.op}: no kernel that can be traced was launched since `begin`, so there are no times; make a call first"
+                f"{context.op}: no kernel that can be traced was launched since `begin`, so there are no times (the last call: "
+                f"{context.last_path or 'none'}); make a call with schedule copy_engine or in_kernel"
             )
         executor = context.world.executor
         clock, reference, at = _clock(executor)
