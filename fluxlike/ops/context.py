@@ -65,7 +65,7 @@ class Context(GroupContext):
         #: FLUXLIKE_TUNE, the programs of a GPU and the measured choices: the same on all ranks.
         self.tuned = tuned.agreed(control, op, dtype, executor)
         super().__init__(op, control, regions)
-        self.stats |= {"copies": 0, "products": 0}
+        self.stats["copies"] = 0
         self._set = 0
         #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
         self._used: choice.Choice | None = None
@@ -107,11 +107,6 @@ class Context(GroupContext):
             self.exchange = sequential.memory(self.op, self.control, cdiv(nbytes, self.size))
             self.exchange.stats = self.stats
             self.inner.append(self.exchange)
-
-    def raise_if_failed(self) -> None:
-        super().raise_if_failed()
-        if self.exchange is not None:
-            self.exchange.raise_if_failed()
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""

@@ -71,7 +71,7 @@ class GroupContext:
         assert control.board is not None
         self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
-        self.stats = {"calls": 0, "launches": 0, "direct": 0}
+        self.stats = {"calls": 0, "launches": 0, "direct": 0, "products": 0}
         self.last_path = ""
         self.closed = False
         #: Contexts that are of this one, and end with it.
@@ -162,7 +162,7 @@ class GroupContext:
             racecheck.host_read(a)
             racecheck.host_write(out)
             self.world.executor.multiply(a, w, out, bias)
-            self.stats["products"] = self.stats.get("products", 0) + 1
+            self.stats["products"] += 1
 
     def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled) -> None:
         """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
@@ -199,6 +199,8 @@ class GroupContext:
         if self.failure() is not None:
             self._seen = True
             raise self._error  # type: ignore[misc]
+        for context in self.inner:
+            context.raise_if_failed()
 
     def failure(self) -> Exception | None:
         """The error of a call of this context, if one is known by now and whether or not it was raised."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.tiles import rows_of
+from ..runtime.control import ControlGroup
 from . import validate
 from .group import resolve
 
@@ -28,10 +29,7 @@ def gemm_ar(
     """`fluxlike.gemm_ar` by one fp32 product and one fp32 all-reduce."""
     validate.operands("gemm_ar", x, weight, bias)
     control = resolve(group) if ctx is None else ctx.control
-    y = validate.output("gemm_ar", out, (x.shape[0], weight.shape[0]), x, weight, bias)
-    total = x.float() @ weight.float().T
-    dist.all_reduce(total, group=control.group)
-    return y.copy_(total if bias is None else total + bias.float())
+    return validate.output("gemm_ar", out, (x.shape[0], weight.shape[0]), x, weight, bias).copy_(_total(x, weight, bias, control))
 
 
 @torch.no_grad()
@@ -50,12 +48,15 @@ def gemm_rs(
     m, n = x.shape[0], weight.shape[0]
     rows = rows_of(m, control.size, control.rank)
     y = validate.output("gemm_rs", out, (rows, n), x, weight, bias)
+    start = control.rank * -(-m // control.size)
+    return y.copy_(_total(x, weight, bias, control)[start : start + rows])
+
+
+def _total(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, control: ControlGroup) -> torch.Tensor:
+    """Σ_ranks x · weightᵀ (+ bias) in fp32, on all ranks."""
     total = x.float() @ weight.float().T
     dist.all_reduce(total, group=control.group)
-    start = control.rank * -(-m // control.size)
-    mine = total[start : start + rows]
-    y.copy_(mine if bias is None else mine + bias.float())
-    return y
+    return total if bias is None else total + bias.float()
 
 
 @torch.no_grad()
