@@ -8,8 +8,10 @@ usage() {
   cat <<EOT
 usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but the slow ones, after ruff and mypy where installed
        test.sh full [PYTEST ARGS...]             the slow ones, too; without arguments they must run 90 % of fluxlike's lines
-       test.sh gpu [--nproc N] [PYTEST ARGS...]  the test files on N GPUs (default: all), every rank in its own process; without
-                                                 arguments then those that end processes
+       test.sh gpu [--nproc N] [--jobs J] [PYTEST ARGS...]
+                                                 the test files on N GPUs (default: all), every rank in its own process, split over
+                                                 J pytests side by side (default 1; 2 s a kernel go into compiling at first); without
+                                                 pytest's arguments then, one at a time, those of faults and those that end processes
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -26,18 +28,41 @@ export FLUXLIKE_PYTHON=$PYTHON
 
 if [ "${1:-}" = gpu ]; then
   shift
-  ranks=()
-  case ${1:-} in
-    --nproc) ranks=("${@:1:2}"); shift "${#ranks[@]}" ;;
-    --nproc=*) ranks=("$1"); shift ;;
-  esac
+  ranks=() jobs=1
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --nproc) ranks=("${@:1:2}"); shift "${#ranks[@]}" ;;
+      --nproc=*) ranks=("$1"); shift ;;
+      --jobs) [ $# -ge 2 ] || die "--jobs needs a number."; jobs=$2; shift 2 ;;
+      --jobs=*) jobs=${1#*=}; shift ;;
+      *) break ;;
+    esac
+  done
+  [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs $jobs is not a positive number."
   : "${FLUXLIKE_TEST_HEAP:=nvshmem}"
   export FLUXLIKE_TEST_HEAP
   # No cache of failures: the ranks would write the same files.
-  status=0
-  bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} -m pytest -q -p no:cacheprovider "$@" || status=$?
-  # These end their own processes, so they run beside no rank of torchrun's.
-  if [ $# -eq 0 ]; then "$PYTHON" -m pytest -q -p no:cacheprovider -m gpu tests/test_faults_processes.py || status=1; fi
+  pytest=(-m pytest -q -p no:cacheprovider)
+  launch() { bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} "${pytest[@]}" "$@"; }
+  status=0 faults=(tests/test_faults*.py) shards=() logs=$(mktemp -d)
+  trap 'kill "${shards[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+  # Faults have limits of time, so they run beside nothing.
+  if [ $# -eq 0 ]; then set -- "${faults[@]/#/--ignore=}"; else faults=(); fi
+  for ((i = 0; i < jobs; i++)); do
+    if [ "$jobs" -eq 1 ]; then launch "$@" || status=$?; continue; fi
+    launch --shard "$i/$jobs" "$@" >"$logs/$i.log" 2>&1 &
+    shards+=($!)
+  done
+  for i in "${!shards[@]}"; do
+    wait "${shards[i]}" || status=$?
+    cat "$logs/$i.log"
+  done
+  shards=()
+  if [ ${#faults[@]} -gt 0 ]; then
+    launch "${faults[@]}" || status=$?
+    # These end their own processes, so they run beside no rank of torchrun's.
+    "$PYTHON" "${pytest[@]}" -m gpu tests/test_faults_processes.py || status=1
+  fi
   exit $status
 fi
 

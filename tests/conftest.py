@@ -15,6 +15,10 @@ WITHOUT_TORCHRUN += ("racecheck_tables", "runfile", "security", "soak", "tiles",
 WITHOUT_TORCHRUN += ("topology_detect", "tune")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="I/N", help="of the tests, every Nth from the Ith on, counted from 0")
+
+
 def pytest_ignore_collect(collection_path):
     if ranks.TORCHRUN and collection_path.stem in {f"test_{name}" for name in WITHOUT_TORCHRUN}:
         return True
@@ -37,6 +41,10 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(config, items):
+    if shard := config.getoption("--shard"):
+        first, step = map(int, shard.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])
+        items[:] = items[first::step]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
