@@ -9,9 +9,9 @@ usage() {
 usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but the slow ones, after ruff and mypy where installed
        test.sh full [PYTEST ARGS...]             the slow ones, too; without arguments they must run 90 % of fluxlike's lines
        test.sh gpu [--nproc N] [--jobs J] [PYTEST ARGS...]
-                                                 the test files on N GPUs (default: all), every rank in its own process, split over
-                                                 J pytests side by side (default 1; 2 s a kernel go into compiling at first); without
-                                                 pytest's arguments then, one at a time, those of faults and those that end processes
+                                                 the test files on N GPUs (default: all), every rank in its own process; with --jobs
+                                                 over J pytests side by side, which compile side by side, and after them those tests
+                                                 that stand none beside them; without arguments then those that end processes
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -44,13 +44,11 @@ if [ "${1:-}" = gpu ]; then
   # No cache of failures: the ranks would write the same files.
   pytest=(-m pytest -q -p no:cacheprovider)
   launch() { bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} "${pytest[@]}" "$@"; }
-  status=0 faults=(tests/test_faults*.py) shards=() logs=$(mktemp -d)
+  status=0 shards=() logs=$(mktemp -d)
   trap 'kill "${shards[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-  # Faults have limits of time, so they run beside nothing.
-  if [ $# -eq 0 ]; then set -- "${faults[@]/#/--ignore=}"; else faults=(); fi
-  for ((i = 0; i < jobs; i++)); do
-    if [ "$jobs" -eq 1 ]; then launch "$@" || status=$?; continue; fi
-    launch --shard "$i/$jobs" "$@" >"$logs/$i.log" 2>&1 &
+  if [ "$jobs" -eq 1 ]; then launch "$@" || status=$?; fi
+  for ((i = 0; i < jobs && jobs > 1; i++)); do
+    launch -m "not alone" --shard "$i/$jobs" "$@" >"$logs/$i.log" 2>&1 &
     shards+=($!)
   done
   for i in "${!shards[@]}"; do
@@ -58,11 +56,9 @@ if [ "${1:-}" = gpu ]; then
     cat "$logs/$i.log"
   done
   shards=()
-  if [ ${#faults[@]} -gt 0 ]; then
-    launch "${faults[@]}" || status=$?
-    # These end their own processes, so they run beside no rank of torchrun's.
-    "$PYTHON" "${pytest[@]}" -m gpu tests/test_faults_processes.py || status=1
-  fi
+  if [ "$jobs" -gt 1 ]; then launch -m alone "$@" || status=$?; fi
+  # These end their own processes, so they run beside no rank of torchrun's.
+  if [ $# -eq 0 ]; then "$PYTHON" "${pytest[@]}" -m gpu tests/test_faults_processes.py || status=1; fi
   exit $status
 fi
 
