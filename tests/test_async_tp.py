@@ -329,8 +329,13 @@ def test_graphs_of_four_ranks():
     run_ranks(replaced, 4, names=list(GRAPHS))
 
 
+#: Through 2.11, dynamo does not trace an all_gather_tensor along another dimension than the first.
+GATHERS_ANY_DIMENSION = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+
 def test_graphs_of_any_size():
-    run_ranks(sized, 2, names=["several, some with a bias, and the gathered", "its bias"])
+    several = ["several, some with a bias, and the gathered"] if GATHERS_ANY_DIMENSION else []
+    run_ranks(sized, 2, names=[*several, "slices", "its bias"])
 
 
 def undone(group):
@@ -342,9 +347,9 @@ def undone(group):
             assert "fluxlike" not in str(graph), graph
 
     compilable()
-    tp, function = Seen(), GRAPHS["batch"][1]
+    tp, function = Seen(), GRAPHS["slices"][1]
     fast = torch.compile(lambda *t: function(*t, group), fullgraph=True, backend=plainly(tp))
-    given = operands("batch", group)
+    given = operands("slices", group)
     for dim in (0, 1):
         torch._dynamo.mark_dynamic(given[0], dim)
     with torch.no_grad():

@@ -254,7 +254,7 @@ def test_atomics_hold_across_processes():
 
 @triton.jit
 def language_kernel(x, out, address, n, BLOCK: tl.constexpr):
-    there = address.to(tl.pointer_type(tl.float32))
+    there = address.to(tl.int64).to(tl.pointer_type(tl.float32))  # an address may fit in 32 bits
     there = tl.multiple_of(there, 16)
     tl.assume(n > 0)
     back = (x.to(tl.int64, bitcast=True) + 4).to(x.dtype, bitcast=True)

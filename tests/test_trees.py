@@ -110,9 +110,9 @@ def places(group, name):
                 torch.testing.assert_close(y.double(), exact, rtol=8e-3, atol=1e-3)
             again = fluxlike.all_reduce(given[rank], group, algo="trees")
             assert all(torch.equal(a, b) for a, b in zip(again, ys, strict=True))
-            theirs = [None] * size
-            dist.all_gather_object(theirs, ys, group=group)
-            assert all(torch.equal(a, b) for other in theirs for a, b in zip(other, ys, strict=True)), "other bits on another rank"
+            theirs, mine = [None] * size, [y.cpu() for y in ys]
+            dist.all_gather_object(theirs, mine, group=group)
+            assert all(torch.equal(a, b) for other in theirs for a, b in zip(other, mine, strict=True)), "other bits"
             x = torch.zeros(sizes[-1] + 9, dtype=torch.bfloat16, device=device())
             x[3 : 3 + sizes[-1]] = given[rank][-1]
             part = x[3 : 3 + sizes[-1]]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..kernels import sync
 from ..kernels.tiles import cdiv
-from ..runtime import env, racecheck, world
+from ..runtime import racecheck, world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, sequential, tiling, tuned
@@ -142,7 +142,7 @@ class Context(GroupContext):
 
         def stuck(seconds: float) -> Exception | None:
             gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
-            if gave_up or seconds > env.timeout_s():
+            if gave_up or seconds > self.limit_s:
                 return self.give_up(sync.WAIT_SIGNAL.value, self.rank, 1, 0)
             return None
 

@@ -95,7 +95,9 @@ class GroupContext:
         self.report = executor.report(REPORT_WORDS)
         self._reported = ctypes.c_int64.from_address(self.report.data_ptr())  # read in every call, and a tensor is slow to read
         words = [0] * sync.BASES.value
-        words[sync.TIMEOUT.value] = int(env.timeout_s() * 1e9)
+        #: Seconds that a wait of a kernel may last.
+        self.limit_s = env.timeout_s()
+        words[sync.TIMEOUT.value] = int(self.limit_s * 1e9)
         words[sync.REPORT.value] = self.report.data_ptr()
         self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
 
@@ -260,7 +262,7 @@ class GroupContext:
                 f"{other} gave up first; the message of rank {other} names the cause. Close the context and make a new one"
             )
         return (
-            f"{self.op}: rank {me} waited {env.timeout_s():g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
+            f"{self.op}: rank {me} waited {self.limit_s:g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
             f"(expected {want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same "
             "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
         )

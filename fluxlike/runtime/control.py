@@ -68,20 +68,23 @@ class ControlGroup:
             name, dist.distributed_c10d._get_default_store()
         )
         try:
-            self._limit = env.timeout_s()
-        except ValueError:  # the ranks must meet to learn that one of them cannot read its environment
-            self._limit = env.default_timeout_s()
-        deadline = timedelta(seconds=self._limit)
-        try:
-            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, deadline)
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._limit()))
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
         _connections.add(self._gloo)
         _watch_forks()
 
+    @staticmethod
+    def _limit() -> float:
+        """Seconds for the ranks to come, as the environment has it now."""
+        try:
+            return env.timeout_s()
+        except ValueError:  # the ranks must meet to learn that one of them cannot read its environment
+            return env.default_timeout_s()
+
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
-            f"{what}: not every rank of {self.ranks} came within {self._limit:g} s ({str(error).splitlines()[0]}); "
+            f"{what}: not every rank of {self.ranks} came within {self._limit():g} s ({str(error).splitlines()[0]}); "
             "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
         )
 
@@ -121,8 +124,10 @@ class ControlGroup:
 
     def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
+        how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        how.timeout = timedelta(seconds=self._limit())
         try:
-            self._gloo.allgather([parts], [mine]).wait()
+            self._gloo.allgather([parts], [mine], how).wait()
         except RuntimeError as error:
             raise self._nobody(what, error) from error
         return parts
