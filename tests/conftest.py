@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import cover
 import pytest
@@ -34,6 +35,12 @@ def pytest_configure(config):
         loud = config.pluginmanager.unregister(name="terminalreporter")
         quiet = type(loud)(config, open(os.devnull, "w"))  # noqa: SIM115
         config.pluginmanager.register(quiet, "terminalreporter")
+
+
+def pytest_runtest_logreport(report):
+    if ranks.TORCHRUN and ranks.TORCHRUN_RANK == 0 and report.failed:
+        # now, and not only at the end: a run on GPUs may be stopped by its limit of time
+        print(f"\n{report.nodeid} failed:\n{report.longreprtext[:3000]}", file=sys.__stderr__, flush=True)
 
 
 def pytest_sessionstart(session):
