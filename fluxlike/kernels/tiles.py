@@ -113,9 +113,9 @@ def chunk_rows(m: int, ranks: int) -> int:
     return cdiv(m, ranks)
 
 
-def rows_of(m: int, ranks: int, rank: int) -> int:
-    """Rows that ``rank`` holds of ``m``; the last ranks may hold fewer or none."""
-    full = chunk_rows(m, ranks)
+def rows_of(m: int, ranks: int, rank: int, full: int | None = None) -> int:
+    """Rows that ``rank`` holds of ``m``; the last ranks may hold fewer or none. ``full``: of a full chunk, if not as usual."""
+    full = chunk_rows(m, ranks) if full is None else full
     return max(0, min(full, m - rank * full))
 
 

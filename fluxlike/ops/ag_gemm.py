@@ -15,7 +15,8 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
-from . import choice, cost, decomposed, sequential, tiling, tuning, validate
+from ..runtime.control import ControlGroup
+from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -36,7 +37,7 @@ class AGGemmContext(Context):
         max_m: int,
         k: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | ControlGroup | None,
         schedule: str,
         n: int | None = None,
         n_here: int = 0,
@@ -64,7 +65,7 @@ def create_ag_gemm_context(
     dtype: torch.dtype = torch.bfloat16,
     group: dist.ProcessGroup | None = None,
     schedule: str = "auto",
-) -> AGGemmContext:
+) -> AGGemmContext | nodes.NodesContext:
     """Memory and signals for `ag_gemm`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
@@ -81,6 +82,8 @@ def create_ag_gemm_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
+    if len(resolve(group).nodes) > 1:
+        return nodes.NodesContext("ag_gemm", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
 
 
@@ -94,7 +97,7 @@ def _sample(ctx: AGGemmContext) -> Callable[[], torch.Tensor]:
 def ag_gemm(
     x_shard: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
-    ctx: AGGemmContext | None = None,
+    ctx: AGGemmContext | nodes.NodesContext | None = None,
     *,
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -135,17 +138,23 @@ def ag_gemm(
 def call(
     x_shard: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
-    ctx: AGGemmContext | None = None,
+    ctx: Any = None,
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     group: dist.ProcessGroup | None = None,
     return_gathered: bool = False,
     m: int | None = None,
 ) -> Any:
     """`ag_gemm`, which autograd does not see."""
-    validate.context("ag_gemm", ctx, AGGemmContext)
+    validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k = x_shard.shape[1]
+    if len(control.nodes) > 1:
+        results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
+        gathered = x_shard.new_empty(m, k) if return_gathered else None
+        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered)
+        several: Any = results[0] if isinstance(weight, torch.Tensor) else results
+        return (several, gathered) if return_gathered else several
     with control.lock:
         if ctx is None:
             columns = sum(w.shape[0] for w in weights)
@@ -154,13 +163,36 @@ def call(
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         if m and k:
-            _run(ctx, x_shard, weights, biases, results, gathered)
+            _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size))
         else:
-            ctx.record(M=m, K=k)
-            for z, b in zip(results, biases, strict=True):
-                z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
+            empty(ctx, m, k, biases, results)
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
+
+
+def rows_of_a_node(
+    ctx: AGGemmContext,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+    full: int,
+) -> None:
+    """A call, of checked operands, for the rows of one node of a group that spans several; ``full``: rows of a full chunk."""
+    m, k = results[0].shape[0], x.shape[1]
+    with ctx.control.lock:
+        if m and k:
+            _run(ctx, x, weights, biases, results, gathered, full)
+        else:
+            empty(ctx, m, k, biases, results)
+
+
+def empty(ctx: AGGemmContext, m: int, k: int, biases: list[torch.Tensor | None], results: list[torch.Tensor]) -> None:
+    """A call without rows, or with nothing to add up: the peers know of it, and the bias is all there is."""
+    ctx.record(M=m, K=k)
+    for z, b in zip(results, biases, strict=True):
+        z.copy_(torch.zeros_like(z) if b is None else b.expand_as(z))
 
 
 def gather_beside(
@@ -180,7 +212,7 @@ def gather_beside(
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         gathered = x_shard.new_empty(m, k)
         if m and k:
-            _run(ctx, x_shard, [nothing], [None], [x_shard.new_empty(m, 0)], gathered, launch)
+            _run(ctx, x_shard, [nothing], [None], [x_shard.new_empty(m, 0)], gathered, chunk_rows(m, ctx.size), launch)
         else:
             ctx.record(M=m, K=k)
             launch()
@@ -208,18 +240,19 @@ def _run(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    full: int,
     beside: Callable[[], None] | None = None,
 ) -> None:
-    """``beside``: what else is launched while the shards are on their way."""
+    """``full``: rows of a full chunk. ``beside``: what else is launched while the shards are on their way."""
     if ctx.schedule == "decomposed":  # which a kept context, and so one with ``beside``, has not
-        decomposed.ag_gemm(ctx, x, weights, biases, results, gathered, _queue_copies)
+        decomposed.ag_gemm(ctx, x, weights, biases, results, gathered, full, _queue_copies)
         return
     (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
-    kinds = rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
-    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, beside is not None))
+    kinds = full, rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
+    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, beside is not None))
     if isinstance(plan, sequential.Plan):
         sequential.ag_gemm(ctx, plan, x, weights, biases, results, gathered)
         return
@@ -250,12 +283,12 @@ def _plan(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    full: int,
     beside: bool,
 ) -> _Plan | sequential.Plan:
     if ctx.schedule == "stream_k":
-        return _plan_stream_k(ctx, rows, operands, biases, results, gathered)
+        return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full)
     m, k = results[0].shape[0], operands[0].shape[1]
-    full = chunk_rows(m, ctx.size)
     ld = tiling.round_up(k, 16)
     problem = ctx.problem(m, ctx.n, k)
     if beside:  # a push by the kernel has no product of its own to hide under
@@ -265,18 +298,18 @@ def _plan(
         chosen = ctx.choose(problem)
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous())
+        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full)
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
         first, last = i == 0, i == len(weights) - 1 and gathered is None
-        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, ld, first=first, last=last))
-    collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, ld, subs)
+        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, full, ld, first=first, last=last))
+    collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, full, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
-        copies = [partial(_queue_copies, ctx, rows, m, ld, subs, tile.bm, slot) for slot in (0, 1)]
+        copies = [partial(_queue_copies, ctx, rows, full, ld, subs, tile.bm, slot) for slot in (0, 1)]
     return _Plan(transport, tile, padded, launches, collects, copies)
 
 
@@ -287,6 +320,7 @@ def _plan_stream_k(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    full: int,
 ) -> _Plan:
     m, ld, capability = results[0].shape[0], tiling.round_up(operands[0].shape[1], 16), ctx.world.executor.capability
     tile = tiling.choose_stream_k(capability, ctx.dtype, m, max(z.shape[1] for z in results))
@@ -295,18 +329,17 @@ def _plan_stream_k(
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
         last = i == len(weights) - 1 and gathered is None
-        launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, ld, i, last)] * 2)
-    collects = [] if gathered is None else _collects(ctx, shard, gathered, "stream_k", tile, ld, 1)
+        launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, full, ld, i, last)] * 2)
+    collects = [] if gathered is None else _collects(ctx, shard, gathered, "stream_k", tile, full, ld, 1)
     return _Plan("stream_k", tile, padded, launches, collects, [])
 
 
 def _gemms(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, chosen: choice.Choice,
-    tile: tiling.Tiling, rows: int, ld: int, *, first: bool, last: bool,
+    tile: tiling.Tiling, rows: int, full: int, ld: int, *, first: bool, last: bool,
 ) -> list[Prepared]:  # fmt: skip
     """The launches of a product with one weight, for each slot set; ``tile`` is the chosen one as this rank can read it."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
-    full = chunk_rows(m, ranks)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
         gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
@@ -338,11 +371,10 @@ def _gemms(
 
 def _stream_k(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor,
-    tile: tiling.Tiling, rows: int, ld: int, number: int, last: bool,
+    tile: tiling.Tiling, rows: int, full: int, ld: int, number: int, last: bool,
 ) -> Prepared:  # fmt: skip
     """The launch of a product with weight ``number``, cut into equal shares of k-steps."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
-    full = chunk_rows(m, ranks)
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
         gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
@@ -389,11 +421,10 @@ def _push_beside(
 
 
 def _collects(
-    ctx: AGGemmContext, x: torch.Tensor, gathered: torch.Tensor, transport: str, tile: tiling.Tiling, ld: int, subs: int
+    ctx: AGGemmContext, x: torch.Tensor, gathered: torch.Tensor, transport: str, tile: tiling.Tiling, full: int, ld: int, subs: int
 ) -> list[Prepared]:
     """Launches that copy the gathered input out of the heap, which ends the call: from then on the peers may write there again."""
     m, k = gathered.shape
-    full = chunk_rows(m, ctx.size)
     args = (
         x, ctx.data, gathered, ctx.full, ctx.flags, ctx.ctl, m, k, tiling.pitch(x), ld, ctx.set_elements, ctx.max_flags,
         full, ctx.rank,
@@ -436,10 +467,9 @@ def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:
     return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm
 
 
-def _queue_copies(ctx: AGGemmContext, rows: int, m: int, ld: int, subs: int, bm: int, slot: int, x: torch.Tensor) -> None:
+def _queue_copies(ctx: AGGemmContext, rows: int, full: int, ld: int, subs: int, bm: int, slot: int, x: torch.Tensor) -> None:
     """Once the kernel has the peers' credits: this shard to r-1, r-2, …, each copy followed by its flag there."""
-    k = x.shape[1]
-    full, itemsize = chunk_rows(m, ctx.size), x.element_size()
+    k, itemsize = x.shape[1], x.element_size()
     unit_rows = cdiv(cdiv(full, bm), subs) * bm
     ctx.engine.wait(ctx.ready.data_ptr(), 1)
     ctx.engine.write(ctx.ready.data_ptr(), 0)

@@ -71,7 +71,7 @@ from ..kernels.decomposed import (
     decomposed_credits_kernel,
     gemm_rs_decomposed_sum_kernel,
 )
-from ..kernels.tiles import cdiv, chunk_rows, rows_of
+from ..kernels.tiles import cdiv, rows_of
 from ..runtime import racecheck
 from . import tiling
 
@@ -103,8 +103,8 @@ class _Gather(NamedTuple):
     shards: list[list[torch.Tensor]]
 
 
-def _gather(ctx: "Context", m: int, k: int) -> _Gather:
-    full, ld, rank, ranks, R = chunk_rows(m, ctx.size), tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
+def _gather(ctx: "Context", m: int, k: int, full: int) -> _Gather:
+    ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
     plan = _Gather([], [], [], [])
     for slot, data in enumerate(ctx.data.view(2, -1)):
         slots = data[: ranks * full * ld].view(ranks, full, ld)
@@ -113,7 +113,7 @@ def _gather(ctx: "Context", m: int, k: int) -> _Gather:
         plan.credits.append(_credits(ctx, slot))
         plan.arrived.append([ctx.prepare(ag_gemm_decomposed_arrived_kernel, 1, wait, R, _ONE, ()) for wait in waits])
         plan.end.append(ctx.prepare(ag_gemm_decomposed_end_kernel, 1, (ctx.full, ctx.ctl, m, full, slot, rank), R, _ONE, ()))
-        plan.shards.append([slots[source, : rows_of(m, ranks, source), :k] for source in sources])
+        plan.shards.append([slots[source, : rows_of(m, ranks, source, full), :k] for source in sources])
     return plan
 
 
@@ -124,12 +124,13 @@ def ag_gemm(
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    full: int,
     queue_copies: Callable[..., None],
 ) -> None:
     """A call of `ops.ag_gemm`, whose ``queue_copies`` tells the copy engine."""
     (rows, k), m, ranks = x.shape, results[0].shape[0], ctx.size
-    full, ld = chunk_rows(m, ranks), tiling.round_up(k, 16)
-    _, plan = ctx.plan((m, k), lambda: _gather(ctx, m, k))
+    ld = tiling.round_up(k, 16)
+    _, plan = ctx.plan((m, k, full), lambda: _gather(ctx, m, k, full))
     slot = ctx.start(NAME, None, M=m, K=k)
 
     def consume(shard: torch.Tensor, source: int) -> None:
@@ -155,7 +156,7 @@ def ag_gemm(
                     consume(shard, (ctx.rank + step) % ranks)
 
     with ctx.lanes.forked():
-        ctx.overlapped(begin, None, lambda: queue_copies(ctx, rows, m, ld, 1, full, slot, x) if ranks > 1 else None, rest)
+        ctx.overlapped(begin, None, lambda: queue_copies(ctx, rows, full, ld, 1, full, slot, x) if ranks > 1 else None, rest)
     plan.end[slot](())
 
 
@@ -169,9 +170,9 @@ class _Scatter(NamedTuple):
     own: torch.Tensor
 
 
-def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor) -> _Scatter:
+def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor, full: int) -> _Scatter:
     (rows, n), rank, ranks = y.shape, ctx.rank, ctx.size
-    full, ld = chunk_rows(m, ranks), tiling.round_up(n, 16)
+    ld = tiling.round_up(n, 16)
     on_cpu = ctx.world.executor.capability == tiling.CPU
     tile = tiling.Tiling(64, 128, 0, 1, 1, 1, False) if on_cpu else tiling.Tiling(16, 128, 0, 1, 8, 1, False)
     args = (
@@ -187,17 +188,23 @@ def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor) -> _S
     for step in range(1, ranks):
         owner = (rank + step) % ranks
         local = ctx.local[: ranks * full * ld].view(ranks, full, ld)
-        plan.partials.append(local[owner, : rows_of(m, ranks, owner), :n])
+        plan.partials.append(local[owner, : rows_of(m, ranks, owner, full), :n])
     return plan
 
 
 def gemm_rs(
-    ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, queue_copies: Callable[..., None]
+    ctx: Any,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    full: int,
+    queue_copies: Callable[..., None],
 ) -> None:
     """A call of `ops.gemm_rs`, whose ``queue_copies`` tells the copy engine."""
     m, n, ranks = x.shape[0], y.shape[1], ctx.size
-    full, ld = chunk_rows(m, ranks), tiling.round_up(n, 16)
-    number, plan = ctx.plan((m, tiling.kind(bias), tiling.kind(y)), lambda: _scatter(ctx, m, bias, y))
+    ld = tiling.round_up(n, 16)
+    number, plan = ctx.plan((m, full, tiling.kind(bias), tiling.kind(y)), lambda: _scatter(ctx, m, bias, y, full))
     slot = ctx.start(NAME, None, M=m, N=n)
 
     def product(owner: int, out: torch.Tensor) -> None:

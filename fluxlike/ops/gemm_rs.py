@@ -15,7 +15,8 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
-from . import decomposed, sequential, tiling, tuning, validate
+from ..runtime.control import ControlGroup
+from . import decomposed, nodes, sequential, tiling, tuning, validate
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -31,7 +32,7 @@ class GemmRSContext(Context):
         max_m: int,
         n: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | ControlGroup | None,
         schedule: str,
         k: int | None = None,
         k_here: int = 0,
@@ -66,7 +67,7 @@ def create_gemm_rs_context(
     dtype: torch.dtype = torch.bfloat16,
     group: dist.ProcessGroup | None = None,
     schedule: str = "auto",
-) -> GemmRSContext:
+) -> GemmRSContext | nodes.NodesContext:
     """Memory and signals for `gemm_rs`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
@@ -84,6 +85,8 @@ def create_gemm_rs_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
+    if len(resolve(group).nodes) > 1:
+        return nodes.NodesContext("gemm_rs", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
 
 
@@ -97,7 +100,7 @@ def _sample(ctx: GemmRSContext, k: int | None) -> Callable[[], torch.Tensor]:
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ctx: GemmRSContext | None = None,
+    ctx: GemmRSContext | nodes.NodesContext | None = None,
     *,
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
@@ -137,27 +140,30 @@ def gemm_rs(
 def call(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ctx: GemmRSContext | None = None,
+    ctx: Any = None,
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    full: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_rs`, which autograd does not see."""
-    validate.context("gemm_rs", ctx, GemmRSContext)
+    """`gemm_rs`, which autograd does not see. ``full``: rows of a full chunk, where they are not those of torch.chunk."""
+    validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
     control = resolve(group) if ctx is None else ctx.control
+    if len(control.nodes) > 1:
+        return nodes.gemm_rs(control, ctx, x, weight, bias, group, out)
     with control.lock:
         if ctx is None:
             ctx = kept(GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
+        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
         if m == 0 or n == 0:
             ctx.record(M=m, N=n)
             return y
         if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
             x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
-        _run(ctx, x, weight, bias, y)
+        _run(ctx, x, weight, bias, y, chunk_rows(m, ctx.size) if full is None else full)
         return y
 
 
@@ -172,12 +178,14 @@ class _Plan(NamedTuple):
     copies: list[Callable[[], None]]
 
 
-def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
+def _run(
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+) -> None:
     if ctx.schedule == "decomposed":
-        decomposed.gemm_rs(ctx, x, weight, bias, y, _queue_copies)
+        decomposed.gemm_rs(ctx, x, weight, bias, y, full, _queue_copies)
         return
-    kinds = tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
-    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y))
+    kinds = full, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
+    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full))
     if isinstance(plan, sequential.Plan):
         sequential.gemm_rs(ctx, plan, x, weight, bias, y)
         return
@@ -191,16 +199,16 @@ def _run(ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
 
 
 def _plan(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> _Plan | sequential.Plan:
     if ctx.schedule == "stream_k":
-        return _plan_stream_k(ctx, x, weight, bias, y)
+        return _plan_stream_k(ctx, x, weight, bias, y, full)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
-    full, rows = chunk_rows(m, ranks), y.shape[0]
+    rows = y.shape[0]
     chosen = ctx.choose(ctx.problem(m, n, ctx.k))
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, n, y)
+        return sequential.plan(ctx, m, n, y, full)
     tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)
@@ -240,10 +248,10 @@ def _plan(
 
 
 def _plan_stream_k(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> _Plan:
     (m, k), n, ranks = x.shape, weight.shape[0], ctx.size
-    full, capability = chunk_rows(m, ranks), ctx.world.executor.capability
+    capability = ctx.world.executor.capability
     tile = tiling.choose_stream_k(capability, x.dtype, m, n)
     tile, padded = tiling.readable(tile, capability, m, x, weight)
     x, weight = tiling.padded((x, weight), padded)
@@ -275,7 +283,7 @@ def _queue_copies(
         counter = ctx.ready.data_ptr() + 4 * unit
         ctx.engine.wait(counter, unit_tiles)
         ctx.engine.write(counter, 0)
-        rows = min(unit_rows, rows_of(m, ctx.size, owner) - sub * unit_rows)
+        rows = min(unit_rows, rows_of(m, ctx.size, owner, full) - sub * unit_rows)
         if rows > 0:
             ctx.copy(
                 ctx.peer_data(owner, slot * ctx.set_elements + (ctx.rank * pitch + sub * unit_rows) * ld), ld * itemsize,

@@ -362,8 +362,8 @@ lang.set_spin_hook(_on_spin)
 lang.set_used_rows_hook(racecheck.used_rows)
 
 
-def resolve(group: dist.ProcessGroup | None) -> ControlGroup:
-    return world.current().control_of(group)
+def resolve(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:
+    return group if isinstance(group, ControlGroup) else world.current().control_of(group)
 
 
 def wants_gradient(*operands: Any) -> bool:

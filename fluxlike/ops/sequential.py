@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..kernels.tiles import cdiv, chunk_rows
+from ..kernels.tiles import cdiv
 from ..runtime import racecheck
 from ..runtime.control import ControlGroup
 from . import exchange
@@ -48,23 +48,24 @@ class Plan(NamedTuple):
 
     #: The partial sums [M, N], or the gathered input [M, K].
     scratch: torch.Tensor
+    #: Rows of a full chunk.
+    full: int
     #: Launches of the exchange, and the element at which each begins; none in a group of one.
     launches: list[tuple[int, Prepared]]
 
 
-def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor) -> Plan:
-    """For calls whose exchange is of ``m`` rows in all; ``part``: the tensor of the rows of this rank."""
+def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int) -> Plan:
+    """For calls whose exchange is of ``m`` rows in all, ``full`` a chunk; ``part``: the tensor of the rows of this rank."""
     scratch = ctx.scratch[: m * columns].view(m, columns)
     if ctx.size == 1:
-        return Plan(scratch, [])
+        return Plan(scratch, full, [])
     assert ctx.exchange is not None
     x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
-    x, y, width, itemsize = x.view(-1), y.view(-1), chunk_rows(m, ctx.size) * columns, ctx.dtype.itemsize
+    x, y, width, itemsize = x.view(-1), y.view(-1), full * columns, ctx.dtype.itemsize
     way = exchange.choose(width * itemsize, ctx.size)
     pieces = exchange.pieces(m * columns, width, width, way, itemsize, ctx.size)
-    return Plan(
-        scratch, [(start, exchange.launch_for(ctx.exchange, way, x[start:], y[start:], parts, "sum")) for start, parts in pieces]
-    )
+    launches = [(start, exchange.launch_for(ctx.exchange, way, x[start:], y[start:], parts, "sum")) for start, parts in pieces]
+    return Plan(scratch, full, launches)
 
 
 def _exchange(ctx: "Context", plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -82,7 +83,7 @@ def gemm_rs(
         return
     ctx.multiply(x, weight, plan.scratch)
     if bias is not None:
-        start = ctx.rank * chunk_rows(x.shape[0], ctx.size)
+        start = ctx.rank * plan.full
         ctx.multiply(x[start : start + len(y)], weight, plan.scratch[start : start + len(y)], bias)
     _exchange(ctx, plan, plan.scratch, y)
 

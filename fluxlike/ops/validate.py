@@ -10,13 +10,12 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES
-from .group import GroupContext
 
 
-def context(op: str, ctx: Any, kind: type[GroupContext]) -> None:
+def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
     """ctx is None or a context of this operation."""
-    if ctx is not None and not isinstance(ctx, kind):
-        found = getattr(ctx, "op", type(ctx).__name__)
+    found = getattr(ctx, "op", type(ctx).__name__)
+    if ctx is not None and (not isinstance(ctx, kind) or found != op):
         raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context")
 
 

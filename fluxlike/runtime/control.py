@@ -13,6 +13,7 @@ import os
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,17 +51,25 @@ def _keep() -> None:
 
 
 class ControlGroup:
-    """The ranks of one torch group: who they are, and how they agree. Making it is collective over them."""
+    """The ranks of one torch group, or those of it on one node: who they are, and how they agree.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.ranks: list[int] = dist.get_process_group_ranks(group)
+    Making it is collective over them. ``group``: the torch group of these ranks; None for a part of one.
+    """
+
+    def __init__(self, ranks: list[int], name: str, group: dist.ProcessGroup | None) -> None:
+        self.ranks, self.name, self.group = ranks, name, group
         self.rank: int = self.ranks.index(dist.get_rank())
         self.size: int = len(self.ranks)
-        self.name: str = group.group_name
-        self.group = group
+        #: The places in the group of the ranks of each node, and which node is this rank's; see `nodes`.
+        self.nodes: list[list[int]] = [list(range(self.size))]
+        self.node = 0
+        #: How many contexts between nodes have been made, the same number on all ranks.
+        self.spanning = 0
+        #: The ranks of the group on this node; this itself where that is all of them.
+        self.local: ControlGroup = self
         #: Held for a whole call or meeting: threads of one rank take turns on a group, as its ranks must all see one order.
         self.lock = threading.RLock()
-        #: What the ranks do, for comparison; None until it is made.
+        #: What the ranks do, for comparison; None until it is made, and where they are on several nodes.
         self.board: CallBoard | None = None
         _made[tuple(self.ranks)] += 1
         name = f"fluxlike/{'-'.join(map(str, self.ranks))}/{_made[tuple(self.ranks)]}"
@@ -131,6 +140,31 @@ class ControlGroup:
         except RuntimeError as error:
             raise self._nobody(what, error) from error
         return parts
+
+    def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> Callable[[], None]:
+        """Queue a message for a rank of the group. What comes back waits until it has been sent, and keeps its memory till then."""
+        work = self._message(lambda: self._gloo.send([message], to, tag), to, f"{what}: sending")
+
+        def sent(kept: torch.Tensor = message) -> None:
+            self._message(lambda: work.wait(timedelta(seconds=self._limit())), to, f"{what}: sending")
+
+        return sent
+
+    def receive(self, message: torch.Tensor, source: int, tag: int, what: str) -> None:
+        """Wait for a message. PeerTimeout if it does not come."""
+        wait = timedelta(seconds=self._limit())
+        self._message(lambda: self._gloo.recv([message], source, tag).wait(wait), source, f"{what}: receiving")
+
+    def _message(self, step: Callable[[], Any], peer: int, what: str) -> Any:
+        try:
+            return step()
+        except RuntimeError as error:
+            node = next(node for node, places in enumerate(self.nodes) if peer in places)
+            raise PeerTimeout(
+                f"{what}: rank {self.ranks[self.rank]} waited up to {self._limit():g} s for rank {self.ranks[peer]} on node {node} "
+                f"({str(error).splitlines()[0]}). All ranks must be alive, reach each other and make the same calls in the same "
+                "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+            ) from error
 
     def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:
         """Raise on all ranks together if one has an ``error`` or if the ranks' ``arguments`` differ."""

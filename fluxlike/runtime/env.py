@@ -21,6 +21,7 @@ TABLE = (
     Variable("FLUXLIKE_CACHE_DIR", "", "where tuned choices are kept; default $XDG_CACHE_HOME/fluxlike, else ~/.cache/fluxlike"),
     Variable("FLUXLIKE_TOPOLOGY", "", "how the GPUs are linked: a preset or a JSON file, see docs/topology.md; default: detected"),
     Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
+    Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -83,6 +84,14 @@ def tree_array_bound() -> int:
     text = get("FLUXLIKE_TREE_ARRAY_BOUND")
     if not text.isdecimal():
         raise ValueError(f"FLUXLIKE_TREE_ARRAY_BOUND={text!r} is not a number of elements, 0 or more; unset it for 10000000")
+    return int(text)
+
+
+def virtual_nodes() -> int:
+    """FLUXLIKE_VIRTUAL_NODES, checked."""
+    text = get("FLUXLIKE_VIRTUAL_NODES")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"FLUXLIKE_VIRTUAL_NODES={text!r} is not a whole number above 0; unset it for 1")
     return int(text)
 
 

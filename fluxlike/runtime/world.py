@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from . import env, racecheck
+from . import env, nodes, racecheck
 from .calls import CallBoard
 from .control import ControlGroup
 from .errors import CallMismatch
@@ -29,8 +29,11 @@ class World:
         self.group, self.owns_torch = group, owns_torch
         self._process = os.getpid()
         self._connecting: dict[str, threading.Lock] = {}
-        self.control = _connect(group)
+        self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group)
         self.rank, self.size = self.control.rank, self.control.size
+        #: For each rank of the world, the number of its node.
+        self.node_of = nodes.find(self.control)
+        self._divide(self.control)
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
         self._controls: dict[str, ControlGroup] = {group.group_name: self.control}
@@ -50,7 +53,18 @@ class World:
         self.device: torch.device = executor.device
         executor.start(self.control)
         self._check_races()
-        self.heap = SymmetricHeap(self._make_segment, self.control, nbytes)
+        #: The ranks that have the heap together.
+        self.sharing = self.control.local if executor.name == "shm" else self.control
+        self.heap = SymmetricHeap(self._make_segment, self.sharing, nbytes)
+
+    def _divide(self, control: ControlGroup) -> None:
+        """Tell a group which of its ranks are on which node, and connect the ranks of each; collective."""
+        control.nodes = nodes.of_group([self.node_of[self.control.ranks.index(rank)] for rank in control.ranks], control.ranks)
+        control.node = next(node for node, places in enumerate(control.nodes) if control.rank in places)
+        if len(control.nodes) > 1:
+            ranks = [control.ranks[place] for place in control.nodes[control.node]]
+            control.local = ControlGroup(ranks, f"{control.name}/node {control.node}", None)
+        control.local.board = CallBoard(control.local)
 
     def _check_races(self) -> None:
         """Start the race checker, if this run is to be checked."""
@@ -77,8 +91,11 @@ class World:
             if outside:
                 raise ValueError(f"ranks {outside} of the group are outside the group given to fluxlike.init; init with all ranks")
             with self._connecting.setdefault(name, threading.Lock()):
-                known = self._controls.get(name) or _connect(group)
-                self._controls[name] = known
+                known = self._controls.get(name)
+                if known is None:
+                    known = ControlGroup(ranks, name, group)
+                    self._divide(known)
+                    self._controls[name] = known
         return known
 
     @property
@@ -95,8 +112,8 @@ class World:
             )
 
     def indices(self, control: ControlGroup) -> list[int]:
-        """The ranks of a group as indices of the world."""
-        return [self.control.ranks.index(rank) for rank in control.ranks]
+        """The ranks of a group, all on this node, as indices of those that have the heap together."""
+        return [self.sharing.ranks.index(rank) for rank in control.ranks]
 
     def close(self) -> None:
         """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang."""
@@ -114,16 +131,10 @@ class World:
             self.heap.close()
             self.executor.stop()
         for control in self._controls.values():
+            control.local.close()
             control.close()
         if unseen:
             raise unseen[0]
-
-
-def _connect(group: dist.ProcessGroup) -> ControlGroup:
-    """The ranks of a group, connected on the host and each with a board that the others see. Collective."""
-    control = ControlGroup(group)
-    control.board = CallBoard(control)
-    return control
 
 
 def _heap_size(heap_bytes: int | None) -> int | None:

@@ -1,0 +1,150 @@
+"""Groups that span nodes: FLUXLIKE_VIRTUAL_NODES makes several of this host, between which there are messages only."""
+
+import contextlib
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import AGCase, RSCase, same
+from ranks import run_fresh
+
+import fluxlike
+from fluxlike.runtime import nodes, world
+from fluxlike.runtime.errors import CallMismatch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: M of 4 ranks: even; torch.chunk leaves the last rank fewer rows, or none, or the last node none; fewer rows than ranks.
+ROWS = (16, 40, 15, 13, 9, 4, 2, 1, 0)
+
+
+def start():
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    return world.current()
+
+
+def right(group):
+    """Both operations, with and without a context, all kinds of operands, back to back; what crossed the border."""
+    this = start()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    count = len(this.control.nodes)
+    for dtype in DTYPES[: 1 + (size == 4)]:
+        with (
+            fluxlike.create_gemm_rs_context(40, 24, dtype=dtype) as rs,
+            fluxlike.create_ag_gemm_context(40, 24, 32, dtype=dtype) as ag,
+        ):
+            for seed, m in enumerate(ROWS):
+                odd = seed % 2 == 1
+                case = RSCase(m, 24 - 5 * odd, [20 + 4 * r for r in range(size)], dtype, seed, bias=odd, transposed=seed % 3 == 0)
+                x, w, b = case.inputs(rank)
+                before = rs.stats["bytes"]
+                for ctx in (rs, None):
+                    same(fluxlike.gemm_rs(x, w, ctx, bias=b), case.expected(rank), f"gemm_rs {m} {dtype}")
+                others = [places for node, places in enumerate(this.control.nodes) if node != this.control.node]
+                sent = sum(rows(m, size, places[this.control.local.rank]) for places in others)
+                assert rs.stats["bytes"] - before == sent * case.n * dtype.itemsize
+                other = AGCase(m, [16 + 3 * r for r in range(size)], 32 - 7 * odd, dtype, seed, bias=odd, transposed=odd)
+                shard, v, c = other.inputs(rank)
+                whole, results = other.whole()
+                before = ag.stats["bytes"]
+                for ctx in (ag, None):
+                    z, gathered = fluxlike.ag_gemm(shard, v, ctx, bias=c, m=m, return_gathered=True)
+                    same(z, results[rank], f"ag_gemm {m} {dtype}")
+                    same(gathered, whole, f"gathered {m} {dtype}")
+                assert ag.stats["bytes"] - before == (count - 1) * shard.numel() * dtype.itemsize
+                several = fluxlike.ag_gemm(shard, [v, v[:5]], ag, m=m)
+                same(several[0] if c is None else several[0] + c, results[rank], "several")
+                same(several[1], several[0].double()[:, :5], "several")
+            assert rs.last_path.startswith("nodes/") and ag.last_path.startswith("nodes/")
+            assert rs.inner.size == ag.inner.size == size // count
+    fluxlike.finalize()
+    return this.node_of
+
+
+def rows(m, size, rank):
+    full = -(-m // size)
+    return max(0, min(full, m - rank * full))
+
+
+@pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)))
+def test_two_operations(ranks, parts):
+    outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, timeout=200)
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        assert outcome.value == [rank * parts // ranks for rank in range(ranks)]
+
+
+def every_schedule(group):
+    start()
+    rank = dist.get_rank(group)
+    for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed"):
+        with (
+            fluxlike.create_gemm_rs_context(12, 16, schedule=schedule) as rs,
+            fluxlike.create_ag_gemm_context(12, 16, 16, schedule=schedule) as ag,
+        ):
+            for m in (12, 9, 5):
+                case, other = RSCase(m, 16, [16] * 4, torch.bfloat16, m), AGCase(m, [16] * 4, 16, torch.bfloat16, m)
+                x, w, _ = case.inputs(rank)
+                same(fluxlike.gemm_rs(x, w, rs), case.expected(rank), f"gemm_rs {schedule} {m}")
+                shard, v, _ = other.inputs(rank)
+                same(fluxlike.ag_gemm(shard, v, ag, m=m), other.whole()[1][rank], f"ag_gemm {schedule} {m}")
+            assert rs.last_path.split("/")[1] == ag.last_path.split("/")[1] == schedule
+    fluxlike.finalize()
+
+
+def test_every_schedule():
+    for outcome in run_fresh(every_schedule, 4, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, timeout=120):
+        assert outcome.ok, str(outcome)
+
+
+def wrong(group, how):
+    """Rank 3, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
+    start()
+    rank = dist.get_rank(group)
+    ctx = fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
+    x, w = torch.ones(16, 8), torch.ones(16, 8)
+    fluxlike.gemm_rs(x, w, ctx)
+    since, said = time.monotonic(), ""
+    if rank == 3 and how == "absent":
+        time.sleep(4)
+    elif rank == 3 and how == "dead":
+        os._exit(3)
+    try:
+        if not (rank == 3 and how == "absent"):
+            fluxlike.gemm_rs(x[:12] if rank == 3 else x, w, ctx)
+            fluxlike.gemm_rs(x, w, ctx)
+    except (RuntimeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        with pytest.raises(type(error)):
+            fluxlike.gemm_rs(x, w, ctx)
+    took = time.monotonic() - since
+    with contextlib.suppress(CallMismatch):  # of a rank that made fewer calls
+        fluxlike.finalize()
+    return said, took
+
+
+@pytest.mark.parametrize("how", ("absent", "dead", "other"))
+def test_what_goes_wrong(how):
+    env = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "2" if how == "absent" else "10"}
+    outcomes = run_fresh(wrong, 4, env=env, timeout=100, expect_dead=[3] if how == "dead" else [], how=how)
+    said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
+    assert set(said) == ({0, 1, 2} if how == "dead" else {0, 1, 2, 3}), [str(outcome) for outcome in outcomes]
+    told = {"absent": "PeerTimeout", "dead": "PeerTimeout", "other": "CallMismatch"}[how]
+    for rank in (0, 1, 2):
+        assert said[rank][0].startswith((told, "PeerTimeout")), said
+        assert said[rank][1] < 9, said
+    assert any("rank 3 on node 1" in text for text, _ in said.values()), said
+
+
+def test_nodes_of_ranks():
+    assert nodes.number(["a"] * 4, 1) == [0, 0, 0, 0]
+    assert nodes.number(["a"] * 4, 2) == [0, 0, 1, 1]
+    assert nodes.number(["b", "b", "a", "a"], 2) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="FLUXLIKE_VIRTUAL_NODES=3 does not divide the 4 ranks"):
+        nodes.number(["a"] * 4, 3)
+    assert nodes.of_group([0, 0, 1, 1], [4, 5, 6, 7]) == [[0, 1], [2, 3]]
+    assert nodes.of_group([5, 5], [0, 1]) == [[0, 1]]
+    for bad in ([0, 1, 0, 1], [0, 0, 1], [0, 1, 1]):
+        with pytest.raises(ValueError, match="as many ranks on each"):
+            nodes.of_group(bad, list(range(len(bad))))
