@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
-# Runs a Python file or module in N processes of this host, one a GPU or, without GPUs, on the CPU. See --help.
+# Runs a Python file or module in N processes a host, one a GPU or, without GPUs, on the CPU. See --help.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 usage() {
   cat <<EOT
-usage: launch.sh [--nproc N] FILE [ARGS...]
-       launch.sh [--nproc N] -m MODULE [ARGS...]
+usage: launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] FILE [ARGS...]
+       launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] -m MODULE [ARGS...]
 
-Runs FILE or MODULE under torchrun in N processes of this host (default: one a GPU, or 4 without GPUs).
+Runs FILE or MODULE under torchrun in N processes of this host (default: one a GPU, or 4 without GPUs). Over several hosts: the same
+command on each, with the address of one of them.
 FLUXLIKE_PYTHON names the Python to use; without it, the active python3 if it has what is needed, else .venv, set up once.
 EOT
 }
 
-nproc='' module='' target=''
+nproc='' module='' target='' nnodes=1 rdzv=''
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; nproc=$2; shift 2 ;;
     --nproc=*) nproc=${1#*=}; shift ;;
+    --nnodes) [ $# -ge 2 ] || die "--nnodes needs a number."; nnodes=$2; shift 2 ;;
+    --rdzv) [ $# -ge 2 ] || die "--rdzv needs HOST:PORT."; rdzv=$2; shift 2 ;;
     -m) [ $# -ge 2 ] || die "-m needs the name of a module."; module=-m target=$2; shift 2; break ;;
     -*) die "unknown option $1; options of the program go after its name (see --help)." ;;
     *) [ -f "$1" ] || die "there is no file $1; give a Python file, or -m and a module."; target=$1; shift; break ;;
@@ -27,6 +30,8 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$target" ] || die "nothing to run; give a Python file, or -m and a module (see --help)."
 [[ -z $nproc || $nproc =~ ^[1-9][0-9]*$ ]] || die "--nproc $nproc is not a positive number."
+[[ $nnodes =~ ^[1-9][0-9]*$ ]] || die "--nnodes $nnodes is not a positive number."
+[[ $nnodes = 1 || $rdzv =~ .:[0-9]+$ ]] || die "--nnodes $nnodes needs --rdzv HOST:PORT, the same on all hosts: one of them, and a free port."
 
 # shellcheck disable=SC2119 # nothing beyond the usual modules
 find_python
@@ -34,11 +39,16 @@ find_python
 
 # The ranks fill the cores already; more threads in each only make them wait for each other.
 : "${OMP_NUM_THREADS:=1}" "${OPENBLAS_NUM_THREADS:=1}"
-# All ranks are on this host, whose name may not resolve: gloo would try it and warn.
-: "${GLOO_SOCKET_IFNAME:=lo}"
-export OMP_NUM_THREADS OPENBLAS_NUM_THREADS GLOO_SOCKET_IFNAME
-
-# What torchrun --standalone does, but by address: with a host name that does not resolve, --standalone stalls.
+export OMP_NUM_THREADS OPENBLAS_NUM_THREADS
+if [ "$nnodes" = 1 ]; then
+  # All ranks are on this host, whose name may not resolve: gloo would try it and warn.
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
+  # What torchrun --standalone does, but by address: with a host name that does not resolve, --standalone stalls.
+  where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
+else
+  # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name.
+  read -r address is_host < <("$PYTHON" "$ROOT/scripts/address.py" "${rdzv%:*}") || die "$rdzv is no host that can be reached from here."
+  where=(--nnodes="$nnodes" --local-addr="$address" --rdzv-endpoint="$rdzv" --rdzv-id="fluxlike-$rdzv" --rdzv-conf="is_host=$is_host")
+fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.
-exec "$PYTHON" -m torch.distributed.run --nnodes=1 --nproc-per-node="$nproc" --local-addr=127.0.0.1 \
-  --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 $module -- "$target" "$@"
+exec "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" --rdzv-backend=c10d "${where[@]}" $module -- "$target" "$@"

@@ -205,6 +205,9 @@ def gather_beside(
     """
     control = resolve(group)
     nothing = x_shard.new_empty(0, x_shard.shape[1])
+    if len(control.nodes) > 1:  # what crosses the network takes no multiprocessor, but this rank must take part in it
+        launch()
+        return call(x_shard, nothing, group=group, return_gathered=True, m=m)[1]  # type: ignore[no-any-return]
     _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)
     k = x_shard.shape[1]
     with control.lock:

@@ -186,8 +186,11 @@ def gemm_rs_gather_op(
     y = []
     with control.lock:
         # made now: the peers, too, must be free to meet when a context is made
-        ctx = kept(rs.GemmRSContext, control, x.dtype, {"max_m": x.shape[0], "n": weight.shape[0]}, group, k_here=x.shape[1])
-        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx)), shard, group=group, m=m)
+        ctx = None
+        if control.board is not None:
+            sizes = {"max_m": x.shape[0], "n": weight.shape[0]}
+            ctx = kept(rs.GemmRSContext, control, x.dtype, sizes, group, k_here=x.shape[1])
+        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=group)), shard, group=group, m=m)
     return y[0], gathered
 
 

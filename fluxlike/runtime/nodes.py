@@ -26,8 +26,7 @@ def find(control: ControlGroup) -> list[int]:
     except ValueError as problem:
         error = problem
     control.agree("fluxlike.init: FLUXLIKE_VIRTUAL_NODES", parts, error)
-    said = control.gather((_identity(), os.environ.get("LOCAL_WORLD_SIZE", "")), "fluxlike.init: nodes")
-    return number([identity for identity, _ in said], parts)
+    return number(control.gather(_identity(), "fluxlike.init: nodes"), parts)
 
 
 def number(identities: list[str], parts: int) -> list[int]:

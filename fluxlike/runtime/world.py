@@ -69,7 +69,9 @@ class World:
     def _check_races(self) -> None:
         """Start the race checker, if this run is to be checked."""
         checked = env.racecheck()
-        self.control.agree("fluxlike.init: FLUXLIKE_RACECHECK", checked)
+        error = ValueError("FLUXLIKE_RACECHECK=1 checks the ranks of one node; start it on one, without FLUXLIKE_VIRTUAL_NODES")
+        spans = checked and len(self.control.nodes) > 1
+        self.control.agree("fluxlike.init: FLUXLIKE_RACECHECK", checked, error if spans else None)
         if checked:
             from . import racehooks  # imports the interpreter, which a GPU does not need
 
