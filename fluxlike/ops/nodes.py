@@ -76,11 +76,17 @@ class NodesContext:
         what = f"create_{op}_context"
         with control.lock:
             control.agree(what, (sizes, str(dtype), schedule), error)
+            self.inner: Any = None
             try:
-                self.inner: Any = self._make(here, **sizes)
+                self.inner = self._make(here, **sizes)
             except (RuntimeError, ValueError) as problem:
                 error = problem
-            control.agree(f"{what}: the nodes", None, error)
+            try:
+                control.agree(f"{what}: the nodes", None, error)
+            except BaseException:
+                if self.inner is not None:
+                    self.inner.close()
+                raise
         self.max_m, self.n, self.k = sizes["max_m"], sizes.get("n"), sizes.get("k")
         self.label = f"{what} over {len(self.nodes)} nodes"
         self.world.contexts.insert(self.world.contexts.index(self.inner), self)  # which is closed before what is in it
@@ -129,7 +135,9 @@ class NodesContext:
         self.raise_if_failed()
 
     def fits(self, sizes: dict[str, int]) -> bool:
-        return not self.closed and all(getattr(self, name) >= size for name, size in sizes.items())
+        """Whether calls up to ``sizes`` can use it. The same on all ranks, which are all told of a failure."""
+        usable = not self.closed and self._error is None
+        return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
         return None if self._seen else self._error or self.inner.unseen_failure()
