@@ -188,6 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     if torch.cuda.is_available():
         print("links: links are emulated on the CPU heap only; hide the GPUs by CUDA_VISIBLE_DEVICES=''", file=sys.stderr)
         return 1
+    stamp = topo.stamp(command.arguments(argv), "links") | {"machine": f"CPU heap, emulated links; {topo.processor()}"}
     env.put("FLUXLIKE_CPU_PROGRAMS", str(asked.programs))
 
     def work() -> int:
@@ -205,7 +206,6 @@ def main(argv: list[str] | None = None) -> int:
         if first:
             print("\n".join(table(rows)))
             if asked.json:
-                stamp = topo.stamp(command.arguments(argv)) | {"machine": f"CPU heap, emulated links; {topo.processor()}"}
                 facts = {"ranks": world.current().size, "dtype": asked.dtype, "share": asked.share, "trip_s": TRIP}
                 facts |= {"signal_s": SIGNAL, "programs": asked.programs}
                 topo.write(asked.json, {"environment": stamp, "protocol": facts, "rows": [asdict(row) for row in rows]})
