@@ -14,7 +14,8 @@ import fluxlike
 
 pytest.importorskip("rich")
 
-from fluxlike.tools import bench, bench_problems, bench_reduce, bench_report
+from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report
+from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
 from fluxlike.tools.bench_reduce import Size, parse_sizes
@@ -155,6 +156,17 @@ def test_sizes():
     assert bench_reduce.SIZES["sweep"][0] == Size(1 << 10) and bench_reduce.SIZES["sweep"][-1] == Size(256 << 20)
 
 
+def test_bursts():
+    keys = bench_bursts.resnet50()
+    assert len(keys) == 157 and sum(keys) == 25_549_486 and max(keys) == 2_359_296
+    few, some, most, whole = bench_bursts.BURSTS["resnet50"]
+    assert [len(burst.keys) for burst in (few, some, most, whole)] == [1, 50, 150, 157]
+    assert few == Burst((512,)) and sorted(whole.keys) == sorted(keys) and str(some) == "50 of 8,489,667 elements"
+    assert len(set(some.keys)) > 10 and set(some.keys) <= set(most.keys) | {3} <= set(keys)
+    assert bench.kind_of("all_reduce", "resnet50") is bench_bursts.Bursts
+    assert bench.kind_of("all_reduce", "headline") is bench.kind_of("all_reduce", None) is bench_reduce.AllReduce
+
+
 @pytest.mark.parametrize("text", ("", "64", "64x32", "64x32x16x8", "64x32x0", "64x-3x16", "64x3.5x16", "8x8x8,", "axbxc"))
 def test_a_bad_shape_is_named(text):
     bad = text.split(",")[-1]
@@ -180,6 +192,9 @@ def test_defaults():
     assert reduce.shapes == [Size(4096), Size(1 << 20)]
     assert bench.parse(["all_reduce"], cuda=False).methods == ["torch", "one_shot", "two_shot", "bulk", "auto"]
     assert bench.parse(["all_reduce", "--suite", "sweep"], cuda=True).suite == "sweep"
+    bursts = bench.parse(["all_reduce", "--suite", "resnet50"], cuda=True)
+    assert bursts.methods == ["torch", "torch_coalesced", "each", "list"]
+    assert bench.parse(["all_reduce", "--suite", "resnet50-toy", "--methods", "list"], cuda=False).methods == ["list"]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +211,7 @@ def test_defaults():
         (["--suite", "toy", "--shapes", "8x8x8"], "not allowed with"),
         (["--suite", "unknown"], "invalid choice"),
         (["--suite", "sweep"], "use --suite toy"),
+        (["--suite", "resnet50-toy"], "is none of gemm_rs's"),
     ),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
@@ -344,3 +360,22 @@ def test_latencies(capsys, tmp_path):
     for result in report.results:
         result.rows = [Row("auto")]
     assert bench_report.plot(report, tmp_path / "other.png") == "no plot: it needs times"
+
+
+def test_times_of_bursts(capsys, tmp_path):
+    times = {"torch": (10, 400), "torch_coalesced": (12, 150), "each": (5, 300), "list": (5, 100)}
+    results = [
+        Result(burst, [Row(name, rounds_ms=[us[i] / 1e3]) for name, us in times.items()])
+        for i, burst in enumerate((Burst((512,)), Burst((1000, 2 << 20))))
+    ]
+    report = bench_bursts.Report("all_reduce", "resnet50", 4, "graph", "bfloat16", 2, {}, {"gpu": "a GPU"}, results)
+    Voice(loud=True).report([report], tmp_path)
+    said = capsys.readouterr().out
+    assert "list at 1 of 512 elements: 2.00× torch, 2.40× torch_coalesced, 1.00× each" in said
+    assert "list at 2 of 2,098,152 elements: 4.00× torch, 1.50× torch_coalesced, 3.00× each" in said
+    read = json.loads((tmp_path / "all_reduce-resnet50-R4-graph.json").read_text())
+    second = read["shapes"][1]
+    assert second["keys"] == [1000, 2 << 20] and second["methods"]["list"]["over_best"] == pytest.approx(1.5)
+    assert second["limit_ms"] == pytest.approx(1.5 * 2 * (1000 + (2 << 20)) / 360e9 * 1e3)
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "all_reduce-resnet50-R4-graph.png").read_bytes().startswith(b"\x89PNG")

@@ -20,7 +20,8 @@ import fluxlike
 
 pytest.importorskip("rich")
 
-from fluxlike.tools import bench, bench_problems, bench_reduce
+from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce
+from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Lost, Peers
 from fluxlike.tools.bench_reduce import Size
 from fluxlike.tools.bench_report import Shape
@@ -93,7 +94,7 @@ def run_shape(group, argv, sabotage=None, cuda=False, shape=(16, 32, 64)):
         sabotage()
     run = bench.Bench(bench.parse(argv, cuda), Peers(), torch.device("cpu"))
     run.cuda, run.rounds = cuda, run.asked.rounds if cuda else 1
-    found = run.shape(shape if isinstance(shape, Size) else Shape(*shape))
+    found = run.shape(Shape(*shape) if type(shape) is tuple else shape)
     fluxlike.finalize()
     return {mode: {row.method: row for row in result.rows} for mode, result in found.items()}, run.bad
 
@@ -118,6 +119,16 @@ def nothing_written():
 def nothing_reduced():
     """By ours; torch's is as it is."""
     fluxlike.all_reduce = lambda x, algo: torch.empty_like(x)
+
+
+def smallest_forgotten():
+    """By ours, in lists: one of 3 elements."""
+    honest = fluxlike.all_reduce_
+
+    def all_reduce_(x):
+        return honest(sorted(x, key=len)[1:]) if isinstance(x, list) else honest(x)
+
+    fluxlike.all_reduce_ = all_reduce_
 
 
 def nothing_written_ag():
@@ -176,6 +187,15 @@ def test_nobody_passes_with_the_sum_of_the_one_before():
         assert bad and {rows[name].status for name in bench_reduce.AllReduce.OURS} == {"WRONG"} and rows["torch"].status == "ok"
 
 
+def test_no_key_hides_behind_the_others():
+    argv = ["all_reduce", "--suite", "resnet50-toy"]
+    shape = Burst((3000, 70, 3, 500))
+    for found, bad in values(ranks.run_fresh(run_shape, 2, argv=argv, sabotage=smallest_forgotten, shape=shape)):
+        assert bad and {name: row.status == "ok" for name, row in found["eager"].items()} == {
+            "torch": True, "torch_coalesced": True, "each": True, "list": False,
+        }  # fmt: skip
+
+
 def test_an_exception_on_one_rank_reaches_all():
     env = {"FLUXLIKE_TIMEOUT_S": "3"}
     argv = ["gemm_rs", "--methods", "auto,copy_engine,in_kernel"]
@@ -216,6 +236,18 @@ def test_sizes_timed():
                 assert row.path.startswith({"torch": "", "auto": "one_shot"}.get(name, name))
 
 
+def test_bursts_timed():
+    argv = ["all_reduce", "--suite", "resnet50", "--eager", "--graph", "--rounds", "2", "--iters", "1"]
+    shape = Burst((3, 700, 64))
+    for found, bad in values(ranks.run_fresh(run_shape, 2, timeout=120, argv=argv, cuda=True, shape=shape)):
+        assert not bad, found
+        for mode, rows in found.items():
+            assert list(rows) == ["torch", "torch_coalesced", "each", "list"]
+            for name, row in rows.items():
+                assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.error <= row.allowed, (mode, row)
+                assert row.path == ("one_shot" if name in ("each", "list") else "")
+
+
 def test_sums_on_all_ranks():
     argv = ["gemm_ar", "--eager", "--rounds", "2", "--iters", "2"]
     for found, bad in values(ranks.run_fresh(run_shape, 2, timeout=120, argv=argv, cuda=True)):
@@ -252,6 +284,15 @@ def test_rank_0_decides_when_time_is_up(tmp_path):
     for status, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
         assert status == 0 and read["shapes"] == []
         assert [item["why"] for item in read["left_out"]] == ["R=2 does not divide M=9", "0 seconds have passed"]
+
+
+def test_toy_bursts(tmp_path):
+    argv = ["all_reduce", "--suite", "resnet50-toy", "--rounds", "1", "--out", str(tmp_path)]
+    for status, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
+        assert status == 0 and read["suite"] == "resnet50-toy"
+        assert [shape["keys"] for shape in read["shapes"]] == [list(b.keys) for b in bench_bursts.BURSTS["resnet50-toy"]]
+        for shape in read["shapes"]:
+            assert all(facts["status"] == "ok" and facts["ms"] is None for facts in shape["methods"].values())
 
 
 def launch(*arguments):
@@ -307,6 +348,18 @@ def test_sizes_on_gpus():
         for mode, rows in found.items():
             for row in rows.values():
                 assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.ms < 10, (mode, row)
+
+
+@pytest.mark.gpu
+def test_bursts_on_gpus():
+    argv = ["all_reduce", "--suite", "resnet50", "--eager", "--graph", "--rounds", "2"]
+    world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
+    shape = bench_bursts.BURSTS["resnet50"][1]
+    for found, bad in ranks.run_ranks(run_on_gpus, world, makes_groups=True, argv=argv, shape=shape):
+        assert not bad
+        for mode, rows in found.items():
+            for row in rows.values():
+                assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.ms < 100, (mode, row)
 
 
 def run_on_gpus(group, argv, shape=None):
