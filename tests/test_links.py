@@ -1,8 +1,10 @@
 """Emulated links: what they do to a transfer, that the kernels push what the paper says, and who wins where."""
 
 import itertools
+import json
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import ranks
@@ -11,7 +13,6 @@ import torch
 import fluxlike
 from fluxlike.ops import exchange
 from fluxlike.ops.exchange import SIGNAL, TRIP
-from fluxlike.runtime import world
 from fluxlike.tools import links, links_wires
 from fluxlike.topology import LinkMatrix, plan_trees
 
@@ -115,38 +116,52 @@ def test_links_are_shared_and_ports_too():
     assert all(there >= 2 * (number + 1) + trip for number, there in enumerate(incast)), f"one port takes one at a time: {incast}"
 
 
+def refused(group):
+    """What is said instead of beginning."""
+    matrix = LinkMatrix.preset("nvswitch-4")
+    broken = replace(matrix, bandwidth=((0.0,) * 4,) * 4, kind=(("",) * 4,) * 4, port=())
+    said = []
+    for wrong in (LinkMatrix.preset("nvswitch-8"), broken):
+        with pytest.raises(ValueError) as error, links_wires.slowed(wrong, 1.0):
+            pass
+        said.append(str(error.value))
+    watched = mock.patch.object(links_wires.racecheck, "active", lambda: object())
+    with watched, pytest.raises(RuntimeError) as error, links_wires.slowed(matrix, 1.0):
+        pass
+    return [*said, str(error.value)]
+
+
+def test_what_cannot_be_emulated():
+    for rank, said in enumerate(ranks.run_ranks(refused, 4)):
+        assert (
+            "8 GPUs for 4 ranks" in said[0] and f"no path from GPU {rank} to" in said[1] and "unset FLUXLIKE_RACECHECK" in said[2]
+        )
+
+
 # the kernels
 
 
-def raced(group, machines, nbytes):
-    """Rows of bulk and of trees on each machine, and what the ranks have pushed."""
+def raced(group, machines, nbytes, out):
+    """Rows of bulk and of trees on each machine; before that the tool as it is called, which writes its own to ``out``."""
+    assert links.main(["nvswitch-4", "--sizes", "1K", "--algos", "tree", "--share", "1", "--programs", "8", "--json", out]) == 0
     fluxlike.init(heap="shm")
     rows = {}
     for name, path in machines.items():
         machine = links.Emulation(path, share=0.25, rounds=1, dtype=torch.float32)
         rows[name] = {algo: machine.row(algo, nbytes) for algo in ("bulk", "trees")}
-    wrong = "no error"
-    try:
-        with links_wires.slowed(LinkMatrix.preset("nvswitch-8"), 1.0):
-            pass
-    except ValueError as error:
-        wrong = str(error)
-    assert world.current().contexts
     fluxlike.finalize()
-    return rows, wrong
+    return rows
 
 
 def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     """The shipped kernels; and what they push, to each byte but the flags, is what the paper says."""
-    nbytes, machines = 64 << 10, {}
+    nbytes, machines, out = 64 << 10, {}, tmp_path / "links.json"
     for name, matrix in (("p3", LinkMatrix.preset("p3.16xlarge").part(CORNERS)), ("switch", LinkMatrix.preset("nvswitch-4"))):
         machines[name] = str(tmp_path / f"{name}.json")
         slower(matrix, 32).save(machines[name])
-    env = {"FLUXLIKE_CPU_PROGRAMS": "8"}
-    outcomes = ranks.run_fresh(raced, 4, env, timeout=120, machines=machines, nbytes=nbytes)
+    outcomes = ranks.run_fresh(raced, 4, timeout=120, machines=machines, nbytes=nbytes, out=str(out))
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
-    for rows, wrong in (outcome.value for outcome in outcomes):
-        assert "8 GPUs for 4 ranks" in wrong
+    for rows in (outcome.value for outcome in outcomes):
         assert rows["p3"]["trees"].emulated_us < rows["p3"]["bulk"].emulated_us, rows
         assert rows["switch"]["trees"].emulated_us > rows["switch"]["bulk"].emulated_us, rows
         for name, path in machines.items():
@@ -155,6 +170,9 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
                 flags = 8 / exchange.BULK
                 assert max(map(max, table)) <= row.busiest_bytes <= max(map(max, table)) * (1 + 1.01 * flags), (name, row)
                 assert row.emulated_us >= 0.5 * row.paper_us, "the links were not slow"
+    written = json.loads(out.read_text())
+    assert [(row["topology"], row["algo"], row["nbytes"]) for row in written["rows"]] == [("nvswitch-4", "tree", 1024)]
+    assert written["protocol"]["ranks"] == 4 and written["environment"]["command"].startswith("python -m fluxlike links nvswitch-4")
 
 
 # the command line
