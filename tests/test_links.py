@@ -183,6 +183,7 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     (
         (["--algos", "bulk,magic"], "'magic' is not one of one_shot"),
         (["--sizes", "64Q"], "'64Q' is not a size"),
+        (["--sizes", "1K,6"], "6 bytes are no multiple of 4"),
         (["--share", "0"], "--share 0 above 0"),
         (["--rounds", "0"], "at least 1"),
     ),

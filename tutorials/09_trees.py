@@ -32,7 +32,8 @@ links are yours, only the way is p3.16xlarge's. The check is the one that MXNet'
 and then random numbers against a sum in fp64.
 
 Do not take trees where all pairs are alike: on NVSwitch a tree of eight has six hops where others have one or two, so it is slower,
-and `algo="auto"` never takes it.
+and `algo="auto"` never takes it. `bash scripts/launch.sh --nproc 8 -m fluxlike links` emulates the links of both machines, and
+docs/all_reduce.md has the times.
 
 Run: bash scripts/launch.sh tutorials/09_trees.py [--out DIR] [--elements N]
 """

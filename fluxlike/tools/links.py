@@ -35,7 +35,7 @@ from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
 
 ALGORITHMS = ("one_shot", "two_shot", "bulk", "tree", "trees")
-#: More elements than any tensor has: one tree for all. And as many as none has: a tree for each rank.
+#: FLUXLIKE_TREE_ARRAY_BOUND, up to which a tensor goes over one tree.
 BOUNDS = {"tree": 1 << 62, "trees": 0}
 
 
@@ -97,6 +97,8 @@ class Emulation:
         this = world.current()
         self.name, self.share, self.rounds, self.dtype = name, share, rounds, dtype
         whole = load(name)
+        if this.size < 2:
+            raise ValueError("one rank has no links; start two or more (--nproc 2)")
         if len(whole) < this.size:
             raise ValueError(f"{name} has {len(whole)} GPUs for {this.size} ranks; start as many ranks as it has GPUs, or fewer")
         self.matrix = whole.part(range(this.size))
@@ -180,6 +182,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         asked.sizes = [size.nbytes for size in parse_sizes(asked.sizes)]
     except ValueError as error:
         parser.error(f"--sizes: {error}")
+    uneven = [nbytes for nbytes in asked.sizes if nbytes % 4]
+    if uneven:
+        parser.error(f"--sizes: {uneven[0]} bytes are no multiple of 4")
     return asked
 
 
