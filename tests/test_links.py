@@ -159,7 +159,7 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     for name, matrix in (("p3", LinkMatrix.preset("p3.16xlarge").part(CORNERS)), ("switch", LinkMatrix.preset("nvswitch-4"))):
         machines[name] = str(tmp_path / f"{name}.json")
         slower(matrix, 32).save(machines[name])
-    outcomes = ranks.run_fresh(raced, 4, timeout=120, machines=machines, nbytes=nbytes, out=str(out))
+    outcomes = ranks.run_fresh(raced, 4, timeout=240, machines=machines, nbytes=nbytes, out=str(out))
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for rows in (outcome.value for outcome in outcomes):
         assert rows["p3"]["trees"].emulated_us < rows["p3"]["bulk"].emulated_us, rows
