@@ -49,7 +49,8 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.trees import TreeContext
 from fluxlike.runtime import world
-from fluxlike.tools import topo, topo_report
+from fluxlike.tools.topo import planned
+from fluxlike.tools.topo_report import draw, matrix_lines, plan_lines
 from fluxlike.topology import LinkMatrix, current
 
 GPU, CPU = 5_000_000, 24_000
@@ -63,19 +64,19 @@ SUMS = 1e-5
 def show_plans(matrix: LinkMatrix, out: str | None) -> bool:
     """Parts 1 and 2, on one rank; whether minmax is as good as the seed's method or better."""
     print("part 1: the links, and the trees that are planned for them")
-    print("\n".join(topo_report.matrix_lines(matrix)))
+    print("\n".join(matrix_lines(matrix)))
     loads = {}
     for objective in ("minmax", "mxnet"):
-        trees, cost, seconds = topo.planned(matrix, objective=objective)
+        trees, cost, seconds = planned(matrix, objective=objective)
         loads[objective] = cost.load
         print(f"{objective}: depth {cost.depth}, highest load {cost.load:g}, bound {cost.least:g}, {cost.gb_s:.1f} GB/s on paper")
         if objective == "minmax":
-            print("\n".join(topo_report.plan_lines(objective, trees, cost, seconds)[3:]))
+            print("\n".join(plan_lines(objective, trees, cost, seconds)[3:]))
             best = trees, cost
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         path = Path(out) / "trees.png"
-        print(f"part 2: {topo_report.draw(matrix, *best, path) or path}")
+        print(f"part 2: {draw(matrix, *best, path) or path}")
     else:
         print("part 2: no picture; --out DIR draws one")
     return loads["minmax"] <= loads["mxnet"]

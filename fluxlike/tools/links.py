@@ -29,7 +29,7 @@ import fluxlike
 
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
-from ..topology import LinkMatrix, Tree, load, plan_trees
+from ..topology import LinkMatrix, Tree, current, plan_trees
 from . import command, topo
 from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
@@ -96,13 +96,13 @@ class Emulation:
     def __init__(self, name: str, share: float, rounds: int, dtype: torch.dtype) -> None:
         this = world.current()
         self.name, self.share, self.rounds, self.dtype = name, share, rounds, dtype
-        whole = load(name)
+        env.put("FLUXLIKE_TOPOLOGY", name)
+        whole = current()
         if this.size < 2:
             raise ValueError("one rank has no links; start two or more (--nproc 2)")
         if len(whole) < this.size:
             raise ValueError(f"{name} has {len(whole)} GPUs for {this.size} ranks; start as many ranks as it has GPUs, or fewer")
         self.matrix = whole.part(range(this.size))
-        env.put("FLUXLIKE_TOPOLOGY", name)
 
     def row(self, algo: str, nbytes: int) -> Row:
         """Run it. RuntimeError if a result is wrong."""
