@@ -11,9 +11,9 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("choice", "direct", "doctor", "interpreter", "interpreter_language", "lint", "mutations", "offsets", "ptx")
-WITHOUT_TORCHRUN += ("public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles", "topology")
-WITHOUT_TORCHRUN += ("topology_detect", "tune")
+WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "mutations")
+WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
+WITHOUT_TORCHRUN += ("topology", "topology_detect", "tune")
 
 
 def pytest_addoption(parser):

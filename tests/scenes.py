@@ -377,7 +377,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     ``limit``: seconds of a wait in a kernel; the ranks may take longer to start.
     """
     env.put("FLUXLIKE_TOPOLOGY", "ring-3")
-    programs._NAP_MAX = 20e-3  # most ranks wait most of the time, and several mutants share the cores
+    programs.longest_nap = 20e-3  # most ranks wait most of the time, and several mutants share the cores
     if compiled:
         as_compiled()
         if any(op != "all_reduce" for op, _ in plan):

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 
 _BRIEF = 16  # Memory operations between two yields up to which a program that stored nothing counts as spinning.
-_NAP_MIN, _NAP_MAX = 50e-6, 1e-3  # Seconds.
+_NAP_MIN = 50e-6  # Seconds.
 _STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
 
 #: The race checker, while there is one: ``fork(grid)`` before the programs of a launch, ``join(grid)`` after them.
 observer: Any = None
+#: Seconds that a grid sleeps at most each time that all its programs have found nothing to do. May be set: longer naps leave more
+#: of the machine to other ranks.
+longest_nap = 1e-3
 
 _local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
 
@@ -155,7 +158,7 @@ class Grid:
         me.operations, me.effect = 0, False
         self.spinning.add(me)
         if len(self.spinning) > len(self.queue):
-            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), _NAP_MAX))
+            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), longest_nap))
             self.naps += 1
             self.spinning.clear()
         return self.switch(me)

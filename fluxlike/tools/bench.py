@@ -25,7 +25,7 @@ Protocol
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
 This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
-report. bench_peers: agreement. bench_report: output.
+report; bench_bursts: for many reductions at once. bench_peers: agreement. bench_report: output.
 """
 
 import argparse
@@ -45,16 +45,24 @@ import torch
 from ..ops import tuning
 from ..runtime import world
 from . import bench_report, command
+from .bench_bursts import Bursts
 from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
 from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
 
 KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce}
+#: Suites whose shapes are of a kind of their own.
+OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
 WARM_CALLS, WARM_MS = 3, 300.0
+
+
+def kind_of(op: str, suite: str | None) -> type[Problem]:
+    """What an operation measures in a suite."""
+    return OTHERS.get((op, suite), KINDS[op])
 
 
 def auto_iters(ms: float) -> int:
@@ -103,7 +111,7 @@ class Bench:
         self.dtype = getattr(torch, asked.dtype)
         self.rounds = asked.rounds if self.cuda else min(asked.rounds, 2)
         self.bad = False
-        self.kind = KINDS[asked.op]
+        self.kind = kind_of(asked.op, asked.suite)
         self.budget = Budget(asked.seconds)
         if "async_tp" in asked.methods:
             with contextlib.suppress(ImportError):  # without it the call raises, and its row says so
@@ -372,12 +380,13 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         epilog="Exit status: 1 if a result is wrong or a schedule of fluxlike failed. The protocol is in the module's docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
-    command.add_shapes(parser, suites=dict.fromkeys(name for kind in KINDS.values() for name in kind.SUITES))
+    command.add_shapes(parser, suites=dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES))
     parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
     parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each method (7)")
     parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
-    several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in KINDS.items())
+    kinds: dict[str, type[Problem]] = {**KINDS, "all_reduce --suite resnet50": Bursts}
+    several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in kinds.items())
     parser.add_argument("--methods", help=f"some of {several} (all)")
     parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
     command.add_dtype(parser)
@@ -391,13 +400,14 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     if asked.graph and not cuda:
         parser.error("--graph needs GPUs: the CPU heap has no CUDA graphs; leave it out")
     asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
-    possible = methods(KINDS[asked.op], cuda)
+    kind = kind_of(asked.op, asked.suite)
+    command.choose_suite(parser, asked, cuda, kind)
+    possible = methods(kind, cuda)
     names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(possible)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
     asked.methods = [name for name in possible if name in names]
-    command.choose_suite(parser, asked, cuda, KINDS[asked.op])
     return asked
 
 

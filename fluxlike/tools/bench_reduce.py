@@ -10,9 +10,9 @@ T* is that at the rate of the wire.
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,8 @@ class Reached:
 class Report(bench_report.Report):
     """All sizes of one mode."""
 
+    PEERS: ClassVar[tuple[str, ...]] = PEERS
+
     def moved(self, size: Any) -> float:
         """Bytes that a rank must send."""
         return 2 * (self.ranks - 1) / self.ranks * float(size.nbytes)
@@ -86,7 +88,7 @@ class Report(bench_report.Report):
     def derived(self, result: Result) -> dict[str, Any]:
         times, limit = self.times(result), self.limit(result)
         torch_ms = times.get("torch")
-        best = min((ms for name in PEERS if (ms := times.get(name)) is not None), default=None)
+        best = min((ms for name in self.PEERS if (ms := times.get(name)) is not None), default=None)
         return {
             name: Reached()
             if ms is None
@@ -170,10 +172,14 @@ class Report(bench_report.Report):
 class AllReduce(Problem):
     """A tensor on this rank, and the sum over the ranks of a sample of it."""
 
-    OURS = (*ALGORITHMS, "auto")
-    ON_GPUS, ON_CPUS = PEERS, ("torch",)
-    UNBOUNDED = PEERS
-    REPORT, SUITES = Report, SIZES
+    OURS: ClassVar[tuple[str, ...]] = (*ALGORITHMS, "auto")
+    ON_GPUS: ClassVar[tuple[str, ...]] = PEERS
+    ON_CPUS: ClassVar[tuple[str, ...]] = ("torch",)
+    UNBOUNDED: ClassVar[tuple[str, ...]] = PEERS
+    #: Methods whose every call adds up again what the last one has left.
+    IN_PLACE: ClassVar[tuple[str, ...]] = PEERS
+    REPORT: ClassVar[type[bench_report.Report]] = Report
+    SUITES: ClassVar[Mapping[str, Sequence[Any]]] = SIZES
 
     @staticmethod
     def parse(text: str) -> list[Any]:
@@ -196,8 +202,8 @@ class AllReduce(Problem):
     def unfit(cls, size: Any, ranks: int) -> str | None:
         return f"{size.nbytes} bytes are no multiple of 4" if size.nbytes % 4 else None
 
-    def context(self, schedule: str) -> "_Algorithm":
-        return _Algorithm(self.x, schedule)
+    def context(self, schedule: str) -> "Algorithm":
+        return Algorithm(self.x, schedule)
 
     def ours(self, context: Any) -> torch.Tensor:
         return context.reduce()  # type: ignore[no-any-return]
@@ -237,14 +243,14 @@ class AllReduce(Problem):
 
     def sample(self, method: str, result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         got, truth = result[self.picked].double(), self.truth
-        if method in PEERS:
+        if method in self.IN_PLACE:
             grown = got.square().mean().sqrt().item() / truth.square().mean().sqrt().item()
             if math.isfinite(grown) and grown > 0 and self.peers.size > 1:
                 truth = truth * self.peers.size ** max(0, round(math.log(grown, self.peers.size)))
         return got, truth
 
 
-class _Algorithm:
+class Algorithm:
     """One of our algorithms, in the form of the contexts of the other operations."""
 
     def __init__(self, x: torch.Tensor, algo: str) -> None:

@@ -116,11 +116,11 @@ def everything(seed: int, count: int, arguments: Sequence[str], out: str | None)
         write(out, {"environment": stamp(arguments), "rows": rows, "random": randoms})
 
 
-def stamp(arguments: Sequence[str]) -> dict[str, Any]:
+def stamp(arguments: Sequence[str], tool: str = "topo") -> dict[str, Any]:
     """When, where and with what; without what only matters for GPUs where there is none."""
     from .bench_report import environment
 
-    said = environment(arguments, "topo")
+    said = environment(arguments, tool)
     return {"machine": processor()} | {k: v for k, v in said.items() if v and (said["gpu"] or not k.startswith("clocks"))}
 
 
