@@ -7,7 +7,7 @@ entries and of the ranks, rounded once to the dtype of y. ``wire`` rounds to the
 Before the launch all ranks know the ids of all (`ops.sparse_index`): a *slot* is the place of an id among the distinct ones of a
 rank, its *union row* the place among those of all ranks. So values go straight to where they are read, and only once.
 
-Memory on the heap of each rank: *staging*, for each source rank ``capacity`` rows of PITCH elements of the wire's dtype, row i for
+Memory on the heap of each rank: *staging*, for each source rank ``room`` rows of PITCH elements of the wire's dtype, row i for
 its slot i. Flags, one for each K slots (a *chunk*) of a source: R rows for (A), then R rows for (B), CHUNKS in each.
 
 Programs are of three kinds, the first ones first in the launch:
@@ -78,10 +78,14 @@ def _publish(flag, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def _wait_chunks(flags, slots, epoch, ctl, rank, what: tl.constexpr, source, R: tl.constexpr, K: tl.constexpr):
-    """Acquire the chunks of these slots of ``source``, which follow each other; -1 for none."""
-    first = tl.min(tl.where(slots >= 0, slots, _NONE)) // K
-    last = tl.max(tl.where(slots >= 0, slots // K, -1))
-    for chunk in range(first, last + 1):
+    """Acquire the chunks of these slots of ``source``, which follow each other; -1 for none.
+
+    The first wait is there in any case, so that the lint sees one in front of the loads; without slots it is for 0.
+    """
+    last = tl.max(slots)
+    first = tl.minimum(tl.min(tl.where(slots >= 0, slots, _NONE)), tl.maximum(last, 0)) // K
+    wait(flags + first, tl.where(last >= 0, epoch, 0), ctl, rank, what, source, R)
+    for chunk in range(first + 1, tl.maximum(last, 0) // K + 1):
         wait(flags + chunk, epoch, ctl, rank, what, source, R)
 
 
@@ -96,11 +100,11 @@ def _add(total, begun, staging, slots, reads, columns, PITCH: tl.constexpr):
 
 @triton.jit
 def _push(
-    values, order, starts, place, owners, staging, flags, ctl, epoch, count, capacity, rank, program, pushers,
+    values, order, starts, place, owners, staging, flags, ctl, epoch, count, room, rank, program, pushers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    mine = staging + rank.to(tl.int64) * capacity * PITCH
+    mine = staging + rank.to(tl.int64) * room * PITCH
     for chunk in range(program, tl.cdiv(count, K), pushers):
         for tile in range(0, K, BR):
             slot = chunk * K + tile + tl.arange(0, BR)
@@ -123,20 +127,20 @@ def _push(
 
 @triton.jit
 def _reduce(
-    y, place, slots, owners, staging, flags, ctl, epoch, count, capacity, rank, program, reducers,
+    y, place, slots, owners, staging, flags, ctl, epoch, count, room, rank, program, reducers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    source_rows = capacity.to(tl.int64) * PITCH
+    source_rows = room.to(tl.int64) * PITCH
     mine = staging + rank.to(tl.int64) * source_rows
     for chunk in range(program, tl.cdiv(count, K), reducers):
         slot = chunk * K + tl.arange(0, K)
         row = tl.load(place + slot, mask=slot < count, other=0)
         owned = (slot < count) & (tl.load(owners + row, mask=slot < count, other=-1) == rank)
         if tl.max(owned.to(tl.int32)) > 0:
-            for source in tl.static_range(R):
-                theirs = tl.load(slots + row * R + source, mask=owned, other=-1)
-                _wait_chunks(flags + source * CHUNKS, theirs, epoch, ctl, rank, WAIT_PARTIAL, source, R, K)  # (A)
+            for peer in range(R):
+                awaited = tl.load(slots + row * R + peer, mask=owned, other=-1)
+                _wait_chunks(flags + peer * CHUNKS, awaited, epoch, ctl, rank, WAIT_PARTIAL, peer, R, K)  # (A)
             for tile in range(0, K, BR):
                 slot_ = chunk * K + tile + tl.arange(0, BR)
                 row_ = tl.load(place + slot_, mask=slot_ < count, other=0)
@@ -162,21 +166,21 @@ def _reduce(
 
 @triton.jit
 def _drain(
-    y, slots, owners, staging, flags, ctl, epoch, union, rows, capacity, rank, program, drainers,
+    y, slots, owners, staging, flags, ctl, epoch, union, rows, room, rank, program, drainers,
     R: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    source_rows = capacity.to(tl.int64) * PITCH
+    source_rows = room.to(tl.int64) * PITCH
     for unit in range(program, tl.cdiv(rows, U), drainers):
         row = unit * U + tl.arange(0, U)
         owner = tl.load(owners + row, mask=row < union, other=-1)
-        for source in tl.static_range(R):
-            slot = tl.load(slots + row * R + source, mask=row < union, other=-1)
+        for peer in range(R):
+            slot = tl.load(slots + row * R + peer, mask=row < union, other=-1)
             direct = tl.where(owner < 0, slot, -1)
-            _wait_chunks(flags + source * CHUNKS, direct, epoch, ctl, rank, WAIT_PARTIAL, source, R, K)  # (A)
+            _wait_chunks(flags + peer * CHUNKS, direct, epoch, ctl, rank, WAIT_PARTIAL, peer, R, K)  # (A)
             if OWNED:
-                reduced = tl.where((owner == source) & (owner != rank), slot, -1)
-                _wait_chunks(flags + (R + source) * CHUNKS, reduced, epoch, ctl, rank, WAIT_RESULT, source, R, K)  # (B)
+                reduced = tl.where((owner == peer) & (owner != rank), slot, -1)
+                _wait_chunks(flags + (R + peer) * CHUNKS, reduced, epoch, ctl, rank, WAIT_RESULT, peer, R, K)  # (B)
         for tile in range(0, U, BR):
             row_ = unit * U + tile + tl.arange(0, BR)
             owner_ = tl.load(owners + row_, mask=row_ < union, other=-1)
@@ -195,9 +199,9 @@ def _drain(
                 tl.store(y + there, total.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "capacity", "rank", "pushers", "reducers"])
+@triton.jit(do_not_specialize=["rows", "room", "rank", "pushers", "reducers"])
 def sparse_all_reduce_kernel(
-    values, order, starts, place, slots, owners, meta, y, staging, flags, epochs, ctl, rows, capacity, rank, pushers, reducers,
+    values, order, starts, place, slots, owners, meta, y, staging, flags, epochs, ctl, rows, room, rank, pushers, reducers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -206,8 +210,9 @@ def sparse_all_reduce_kernel(
     order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. place [capacity]: union
     rows of the own slots. slots [union, R]: slots of the union rows, -1 where a rank has none. owners [union]: the rank that adds a
     row up, -1 if all do. meta: number of union rows, of own slots. Rows of y behind the union become 0.
-    K slots a chunk, U union rows a unit, BR × BC elements a tile, which divide those. CHUNKS: flags of a source. S: R rounded up to
-    a power of two. The first ``pushers`` programs push, the next ``reducers`` reduce. MOST: programs that a launch may have.
+    ``room``: rows of staging for each source. K slots a chunk, U union rows a unit, BR × BC elements a tile; BR divides K and U.
+    CHUNKS: flags of a source. S: R rounded up to a power of two. The first ``pushers`` programs push, the next ``reducers``
+    reduce. MOST: programs that a launch may have.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
@@ -215,18 +220,19 @@ def sparse_all_reduce_kernel(
     count = tl.load(meta + 1).to(tl.int32)
     if program < pushers:
         _push(
-            values, order, starts, place, owners, staging, flags, ctl, epoch, count, capacity, rank, program, pushers,
+            values, order, starts, place, owners, staging, flags, ctl, epoch, count, room, rank, program, pushers,
             R, S, D, PITCH, K, BR, BC, CHUNKS,
         )  # fmt: skip
     elif program < pushers + reducers:
-        _reduce(
-            y, place, slots, owners, staging, flags, ctl, epoch, count, capacity, rank, program - pushers, reducers,
-            R, S, D, PITCH, K, BR, BC, CHUNKS, OP,
-        )  # fmt: skip
+        if OWNED:
+            _reduce(
+                y, place, slots, owners, staging, flags, ctl, epoch, count, room, rank, program - pushers, reducers,
+                R, S, D, PITCH, K, BR, BC, CHUNKS, OP,
+            )  # fmt: skip
     else:
         first = pushers + reducers
         _drain(
-            y, slots, owners, staging, flags, ctl, epoch, union, rows, capacity, rank, program - first,
+            y, slots, owners, staging, flags, ctl, epoch, union, rows, room, rank, program - first,
             tl.num_programs(0) - first, R, D, PITCH, K, U, BR, BC, CHUNKS, OWNED, OP,
         )  # fmt: skip
     cta_barrier()  # all threads have read the number of the call
