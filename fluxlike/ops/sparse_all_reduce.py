@@ -7,7 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from ..kernels.sparse_all_reduce import sparse_all_reduce_kernel
 from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import exchange, sparse_index, tiling
+from . import exchange, sparse_index, tiling, validate
 from .context import DTYPES
 from .exchange import MOST, OF_BULK, OPS, OVER, EpochContext, ExchangeContext, Kind
 from .group import kept, resolve
@@ -28,7 +28,7 @@ MODES = ("exact", "padded")
 TILE, COLUMNS, CHUNK, UNIT = 4096, 2048, 16, 64
 #: Of the programs of a launch, the parts that push and that reduce; the others drain.
 PUSHERS, REDUCERS = 3 / 8, 1 / 4
-#: Rows of staging are of a multiple of so many elements, but where they are narrow.
+#: Rows of staging are of a multiple of so many elements, but where they are narrow; each rank's are a multiple of so many.
 ROW, NARROW = 16, 64
 
 
@@ -73,10 +73,10 @@ class SparseAllReduceContext(EpochContext):
 
     def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
         """Collective."""
-        self.rows, self.width, self.dtype, self.wire = tiling.round_up(rows, CHUNK), width, dtype, wire
+        self.rows, self.width, self.dtype, self.wire = rows, width, dtype, wire
         self.shapes, ranks = Shapes.of(width), control.size
         self.chunks = cdiv(self.rows, self.shapes.chunk)
-        staging = ranks * self.rows * self.shapes.pitch * wire.itemsize
+        staging = ranks * tiling.round_up(rows, ROW) * self.shapes.pitch * wire.itemsize
         super().__init__(NAME, control, {"flags": 8 * 2 * ranks * self.chunks, "data": staging})
         self.maker = f"fluxlike.create_{NAME}_context"
         self.staging = self.data.view(wire)
@@ -121,11 +121,17 @@ class SparseAllReduceContext(EpochContext):
         if pending is not None:
             pending.joined.close()
 
+    def refuse(self, message: str, **said: Any) -> NoReturn:
+        """Raise ValueError in place of a call that other ranks may have begun: they see that this one does something else."""
+        self.record(**said)
+        self.board.freeze()
+        raise ValueError(f"{NAME}: {message}")
+
     def fit(self, entries: int, most: int) -> None:
-        """So many entries fit, or an error on all ranks: the others see that this one does something else."""
+        """So many entries fit, or an error on all ranks."""
         if entries > most:
-            self.record(entries=entries, more_than=most)
-            raise ValueError(f"{NAME}: {entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks")
+            message = f"{entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
+            self.refuse(message, entries=entries, more_than=most)
 
     def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int) -> Pending:
         """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined."""
@@ -163,11 +169,11 @@ class SparseAllReduceContext(EpochContext):
         else:
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
-                self.record(entries=ids.numel(), started=pending.ids.numel())
-                raise ValueError(
-                    f"{NAME}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those of "
-                    "the gradient, in its order"
-                )
+                self.refuse(
+                    f"{pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those of the "
+                    "gradient, in its order",
+                    entries=ids.numel(), started=pending.ids.numel(),
+                )  # fmt: skip
         pending.joined.close()
         if pending.ids is not ids:
             self._differs.copy_((pending.ids != ids).any().to(torch.int64).view(1), non_blocking=True)
@@ -176,7 +182,9 @@ class SparseAllReduceContext(EpochContext):
     def raise_if_failed(self) -> None:
         if self._differed.value:
             self._differed.value = 0
-            raise ValueError(f"{NAME}: an earlier gradient had other ids than were started for it, so its result is wrong")
+            error = ValueError(f"{NAME}: a gradient had other ids than were started for it, so its result is wrong; start its own")
+            self._broken(error)
+            raise error
         super().raise_if_failed()
 
     # -- values ---------------------------------------------------------------------------------------------------------
@@ -195,11 +203,11 @@ class SparseAllReduceContext(EpochContext):
         pushers = max(1, int(programs * PUSHERS))
         reducers = max(1, int(programs * REDUCERS)) if self.owned else 0
         shapes = self.shapes
-        capacity = tiling.round_up(capacity, CHUNK)
+        room = tiling.round_up(capacity, ROW)
         constants: dict[str, Any] = dict(R=self.size, S=1 << (self.size - 1).bit_length(), D=self.width, PITCH=shapes.pitch)
         constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
         constants |= dict(OWNED=self.owned, OP=OPS[op], MOST=MOST)
-        args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, capacity, self.rank, pushers, reducers)
+        args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room, self.rank, pushers, reducers)
         return self.prepare(sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 
     def drop(self) -> None:
@@ -306,7 +314,7 @@ def _wire(dtype: Any, wire: Any) -> torch.dtype:
 
 
 def _countable(ranks: int, entries: int) -> None:
-    most = tiling.MAX_SIZE // ranks**2 - CHUNK
+    most = tiling.MAX_SIZE // ranks**2 - ROW
     if entries > most:
         raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
 
@@ -336,6 +344,7 @@ def _call(
 ) -> torch.Tensor:  # fmt: skip
     _check(x, op, mode, max_nnz)
     wire = _wire(x.dtype, wire_dtype)
+    validate.context(NAME, ctx, SparseAllReduceContext)
     control = resolve(group) if ctx is None else ctx.control
     width = math.prod(x.shape[x.sparse_dim() :])
     with control.lock, torch.no_grad():
@@ -348,18 +357,16 @@ def _call(
         return _padded(ctx, x, op, max_nnz) if mode == "padded" else _exact(ctx, x, op)
 
 
-def _fits(ctx: Any, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
+def _fits(ctx: SparseAllReduceContext, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
     """x goes with the caller's context."""
-    if not isinstance(ctx, SparseAllReduceContext):
-        raise ValueError(f"{NAME}: ctx is {type(ctx).__name__}, it must come from fluxlike.create_{NAME}_context")
     if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
         raise ValueError(f"{NAME}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}")
     if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
-        ctx.record(table=x.shape[0], width=width, dtype=x.dtype)  # so that the others need not wait
-        raise ValueError(
-            f"{NAME}: x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows "
-            f"of {ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table"
-        )
+        ctx.refuse(
+            f"x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows of "
+            f"{ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table",
+            table=x.shape[0], width=width, dtype=x.dtype,
+        )  # fmt: skip
     if max_nnz is not None or (wire is not None and wire is not ctx.wire):
         raise ValueError(f"{NAME}: max_nnz and wire_dtype are those of the context; leave them out")
 
@@ -379,7 +386,7 @@ def _context(
     if mode == "exact" and not world.current().executor.is_capturing():
         entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
     _countable(control.size, entries)
-    return kept(key, control, {"rows": max(entries, CHUNK)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
+    return kept(key, control, {"rows": max(entries, ROW)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
 
 
 def _result(x: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, coalesced: bool) -> torch.Tensor:
