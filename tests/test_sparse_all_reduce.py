@@ -1,4 +1,6 @@
-"""sparse_all_reduce: bit by bit against the reference; ids of all kinds, dtypes, modes, contexts, many calls; faults."""
+"""sparse_all_reduce: bit by bit against the reference; ids of all kinds, dtypes, modes, contexts, many calls; training; faults."""
+
+import contextlib
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch.distributed as dist
 from faults import told
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import TORCHRUN, device, run_fresh, run_ranks
+from ranks import TORCHRUN, device, rows_slice, run_fresh, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import fluxlike
 from fluxlike.ops import sparse_all_reduce as op_file
@@ -342,3 +346,101 @@ def test_index_tables():
     assert table.ids.tolist() == [2, 5, 7] + [9] * 9 and table.meta.tolist() == [4, 3, 3, 2]
     assert table.slots[:5].tolist() == [[0, -1, 0], [1, 0, 1], [2, -1, -1], [-1, -1, 2], [-1, -1, -1]]
     assert table.owners[:5].tolist() == [0, 1, -1, -1, -1] and table.place[:3].tolist() == [0, 1, 3]
+
+
+def scatters(group):
+    """Rows of a table that are split evenly, unevenly, and so that the last ranks have none."""
+    fine(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for seed, shape in enumerate([(12, 3), (13,), (2, 3)]):
+        ids = torch.randint(0, shape[0], (9 * (rank != 1),), generator=torch.Generator().manual_seed(10 * seed + rank)).tolist()
+        x = gradient(ids, shape, seed=seed + rank)
+        whole = fluxlike.reference.sparse_all_reduce(x, "avg", group)
+        rows = rows_slice(shape[0], size, rank)
+        mine = (whole.indices()[0] >= rows.start) & (whole.indices()[0] < rows.stop)
+        y = fluxlike.sparse_reduce_scatter(x, "avg", group)
+        assert y.is_coalesced() and y.shape == (rows.stop - rows.start, *shape[1:])
+        assert torch.equal(y.indices() + rows.start, whole.indices()[:, mine])
+        assert torch.equal(bits(y.values()), bits(whole.values()[mine]))
+        z = fluxlike.sparse_reduce_scatter(x, "avg", group, "padded", max_nnz=10)
+        assert torch.equal(z.to_dense(), y.to_dense()) and z._nnz() == (10 * size if y.shape[0] else 0)
+    assert world.current().cached[op_file.NAME, world.current().control_of(group).name, 3, x.dtype, x.dtype].last_path == "scatter"
+    with pytest.raises(ValueError, match="sparse_dim=2; it must be 1"):
+        fluxlike.sparse_reduce_scatter(torch.zeros(2, 2).to_sparse(), group=group)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter(ranks):
+    run_ranks(scatters, ranks)
+
+
+class Words(nn.Module):
+    """A sparse table, and a dense layer behind it."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.out = table, nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.out(self.table(ids).mean(1))
+
+
+def trained(group, make, optimizer, hook):
+    """Weights after steps on data that differ between the ranks; in the third step gradients are accumulated."""
+    torch.manual_seed(0)
+    rank = dist.get_rank(group)
+    model = Words(make())
+    ddp = DistributedDataParallel(model, process_group=group)
+    if hook:
+        ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)
+    steps = [optimizer(model.table.parameters()), torch.optim.SGD(model.out.parameters(), lr=0.1)]
+    for step in range(4):
+        for _ in range(1 + (step == 2)):
+            ids = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+            with ddp.no_sync() if step == 2 and not _ else contextlib.nullcontext():
+                ddp(ids).square().sum().backward()
+        for each in steps:
+            each.step()
+            each.zero_grad()
+    return [p.detach().clone() for p in model.parameters()], model
+
+
+def trains(group):
+    """SparseAdam and SGD with momentum come to the weights that they come to with gloo, with ids ahead and with ids behind."""
+    for optimizer in (lambda p: torch.optim.SparseAdam(p, 0.05), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)):
+        right, _ = trained(group, lambda: nn.Embedding(20, 4, sparse=True), optimizer, False)
+        plain, _ = trained(group, lambda: nn.Embedding(20, 4, sparse=True), optimizer, True)
+        ahead, model = trained(group, lambda: fluxlike.nn.Embedding(20, 4, 30, group), optimizer, True)
+        for a, b, c in zip(right, plain, ahead, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+            assert torch.equal(c, b)
+        assert model.table.context.stats["calls"] == 4 and model.table.context._pending is None
+        model.table.close()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="compares with gloo")
+def test_training():
+    run_ranks(trains, 2)
+
+
+def forwards(group):
+    """When ids go ahead: not in evaluation; once a gradient; without what is padding."""
+    table = fluxlike.nn.Embedding(9, 2, 8, group, padding_idx=3, device=device())
+    ids = torch.tensor([1, 3, 2, 3], device=device())
+    with torch.no_grad():
+        table(ids)
+    assert table.context._pending is None
+    table(ids)  # no gradient comes of it
+    table(ids).sum().backward()  # a second one: ids go with the values
+    assert table.context._pending is None
+    fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+    table.weight.grad = None
+    table(ids).sum().backward()
+    assert table.context._pending.ids.tolist() == [1, 2]
+    x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+    assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
+    table.close()
+
+
+def test_embedding():
+    run_ranks(forwards, 2)

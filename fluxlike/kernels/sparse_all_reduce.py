@@ -100,7 +100,7 @@ def _add(total, begun, staging, slots, reads, columns, PITCH: tl.constexpr):
 
 @triton.jit
 def _push(
-    values, order, starts, place, owners, staging, flags, ctl, epoch, count, room, rank, program, pushers,
+    values, order, starts, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -111,17 +111,16 @@ def _push(
             there = slot < count
             begin = tl.load(starts + slot, mask=there, other=0)
             end = tl.load(starts + slot + 1, mask=there, other=0)
-            owner = tl.load(owners + tl.load(place + slot, mask=there, other=0), mask=there, other=-1)
+            target = tl.load(targets + slot, mask=there, other=-1)
             for column in range(0, PITCH, BC):
                 columns = column + tl.arange(0, BC)
                 row = sum_entries(values, order, begin, end, columns, D).to(staging.dtype.element_ty)
                 at = slot.to(tl.int64)[:, None] * PITCH + columns[None, :]
                 for step in tl.static_range(R):
                     peer = (rank + step) % R
-                    goes = there & ((owner < 0) | (owner == peer))
-                    tl.store(
-                        peer_address(mine, ctl, rank, peer) + at, row, mask=goes[:, None] & (columns < PITCH)[None, :]
-                    )  # fmt: skip
+                    goes = there & ((target < 0) | (target == peer))
+                    mask = goes[:, None] & (columns < PITCH)[None, :]
+                    tl.store(peer_address(mine, ctl, rank, peer) + at, row, mask=mask)
         _publish(flags + rank * CHUNKS + chunk, epoch, ctl, rank, R, S)  # (A)
 
 
@@ -201,15 +200,16 @@ def _drain(
 
 @triton.jit(do_not_specialize=["rows", "room", "rank", "pushers", "reducers"])
 def sparse_all_reduce_kernel(
-    values, order, starts, place, slots, owners, meta, y, staging, flags, epochs, ctl, rows, room, rank, pushers, reducers,
+    values, order, starts, targets, place, slots, owners, meta, y, staging, flags, epochs, ctl, rows, room, rank, pushers, reducers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call over ``values`` [entries, D] and the ids in ``order``; ``y`` [rows, D].
 
-    order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. place [capacity]: union
-    rows of the own slots. slots [union, R]: slots of the union rows, -1 where a rank has none. owners [union]: the rank that adds a
-    row up, -1 if all do. meta: number of union rows, of own slots. Rows of y behind the union become 0.
+    order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. targets [capacity]: the
+    rank that reads the row of an own slot, -1 if all do. place [capacity]: union rows of the own slots. slots [union, R]: slots of
+    the union rows, -1 where a rank has none. owners [union]: the rank that adds a row up, -1 if all do. meta: number of union rows,
+    of own slots. Rows of y behind the union become 0.
     ``room``: rows of staging for each source. K slots a chunk, U union rows a unit, BR × BC elements a tile; BR divides K and U.
     CHUNKS: flags of a source. S: R rounded up to a power of two. The first ``pushers`` programs push, the next ``reducers``
     reduce. MOST: programs that a launch may have.
@@ -220,7 +220,7 @@ def sparse_all_reduce_kernel(
     count = tl.load(meta + 1).to(tl.int32)
     if program < pushers:
         _push(
-            values, order, starts, place, owners, staging, flags, ctl, epoch, count, room, rank, program, pushers,
+            values, order, starts, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
             R, S, D, PITCH, K, BR, BC, CHUNKS,
         )  # fmt: skip
     elif program < pushers + reducers:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.sparse_all_reduce import sparse_all_reduce_kernel
-from ..kernels.tiles import cdiv
+from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, sparse_index, tiling, validate
@@ -112,8 +112,9 @@ class SparseAllReduceContext(EpochContext):
             raise ValueError(f"{NAME}: ids were started already and their gradient has not come; call sparse_all_reduce_ with it")
         if ids.dtype not in (torch.int64, torch.int32) or ids.device != self.device:
             raise ValueError(f"{NAME}: ids are {ids.dtype} on {ids.device}, they must be int64 or int32 on {self.device}")
-        self.fit(ids.numel(), self.rows)
-        self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)
+        with self.control.lock:
+            self.fit(ids.numel(), self.rows)
+            self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)
 
     def cancel_indices(self) -> None:
         """Forget ids that were started, as their gradient will not come. On all ranks alike."""
@@ -133,9 +134,12 @@ class SparseAllReduceContext(EpochContext):
             message = f"{entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
             self.refuse(message, entries=entries, more_than=most)
 
-    def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int) -> Pending:
-        """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined."""
-        self.record(ids=capacity, table=table_rows)
+    def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
+        """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined.
+
+        ``scatter``: each rank gets its part of the table only.
+        """
+        self.record(ids=capacity, table=table_rows, **({"scatter": True} if scatter else {}))
         self._stream = self.world.executor.on_same_stream(self._stream)
         joined = ExitStack()
         joined.enter_context(self._lanes.forked())
@@ -144,7 +148,10 @@ class SparseAllReduceContext(EpochContext):
                 local = sparse_index.local(ids.to(sparse_index.key_dtype(table_rows)), capacity)
                 messages = torch.empty(self.size, local.message.numel(), dtype=local.message.dtype, device=self.device)
                 self._gather(local.message, messages)
-                table = sparse_index.table(messages, self.rank, self.owned)
+                if scatter:
+                    table = sparse_index.shard(messages, self.rank, chunk_rows(table_rows, self.size))
+                else:
+                    table = sparse_index.table(messages, self.rank, self.owned)
                 read = list if self.world.executor.is_capturing() else self.world.executor.read_later(table.meta)
         except BaseException as error:
             joined.close()
@@ -161,11 +168,11 @@ class SparseAllReduceContext(EpochContext):
             here = x[start:], y[start:]
             exchange.launch_for(self.ids, "bulk", *here, parts, "sum")(here)
 
-    def take(self, ids: torch.Tensor, capacity: int, table_rows: int) -> Pending:
+    def take(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """The exchange of these ids: that which was started with them, or one that begins now."""
         pending, self._pending = self._pending, None
         if pending is None:
-            pending = self.exchange(ids, capacity, table_rows)
+            pending = self.exchange(ids, capacity, table_rows, scatter)
         else:
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
@@ -189,24 +196,24 @@ class SparseAllReduceContext(EpochContext):
 
     # -- values ---------------------------------------------------------------------------------------------------------
 
-    def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str) -> torch.Tensor:
-        """The values of the union rows, and zeros up to ``rows``: [rows, width]."""
+    def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str, owned: bool) -> torch.Tensor:
+        """The values of the union rows, and zeros up to ``rows``: [rows, width]. ``owned``: the table has owners."""
         y = torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
         local, table = pending.local, pending.table
-        tensors = [values, local.order, local.starts, table.place, table.slots, table.owners, table.meta, y]
-        key = op, rows, pending.capacity, *[t.data_ptr() % 16 for t in tensors]
-        self.plan(key, lambda: self._prepared(tensors, rows, pending.capacity, op))[1](tensors)
+        tensors = [values, local.order, local.starts, table.targets, table.place, table.slots, table.owners, table.meta, y]
+        key = op, rows, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
+        self.plan(key, lambda: self._prepared(tensors, rows, pending.capacity, op, owned))[1](tensors)
         return y
 
-    def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str) -> Any:
+    def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str, owned: bool) -> Any:
         programs = max(3, min(MOST, OVER * self.world.executor.programs))
         pushers = max(1, int(programs * PUSHERS))
-        reducers = max(1, int(programs * REDUCERS)) if self.owned else 0
+        reducers = max(1, int(programs * REDUCERS)) if owned else 0
         shapes = self.shapes
         room = tiling.round_up(capacity, ROW)
         constants: dict[str, Any] = dict(R=self.size, S=1 << (self.size - 1).bit_length(), D=self.width, PITCH=shapes.pitch)
         constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
-        constants |= dict(OWNED=self.owned, OP=OPS[op], MOST=MOST)
+        constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST)
         args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room, self.rank, pushers, reducers)
         return self.prepare(sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 
@@ -304,6 +311,31 @@ def sparse_all_reduce(
     return _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
 
 
+def sparse_reduce_scatter(
+    x: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    mode: str = "exact",
+    *,
+    max_nnz: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """This rank's rows of `sparse_all_reduce`, for tables whose rows are spread over the ranks.
+
+    Args:
+        x: sparse COO with sparse_dim=1, of the shape [N, …] of the whole table; else as in `sparse_all_reduce_`, as are the others.
+
+    Returns:
+        A new sparse tensor [rows, …], whose ids count from the first row of this rank: the rows when N rows are split as
+        torch.chunk splits, so the last ranks may have fewer or none. Values travel once, to the rank that has their row.
+
+    Numerics, errors: those of `sparse_all_reduce_`.
+    """
+    if isinstance(x, torch.Tensor) and x.layout is torch.sparse_coo and x.sparse_dim() != 1:
+        raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
+    return _call(x, op, group, mode, None, max_nnz, wire_dtype, scatter=True)
+
+
 def _wire(dtype: Any, wire: Any) -> torch.dtype:
     """The dtype that travels."""
     if dtype not in DTYPES:
@@ -340,7 +372,7 @@ def _check(x: Any, op: str, mode: str, max_nnz: Any) -> None:
 
 def _call(
     x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
-    wire_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None, scatter: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     _check(x, op, mode, max_nnz)
     wire = _wire(x.dtype, wire_dtype)
@@ -354,7 +386,7 @@ def _call(
             if mode == "padded" and max_nnz is None:
                 raise ValueError(f"{NAME}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
             ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
-        return _padded(ctx, x, op, max_nnz) if mode == "padded" else _exact(ctx, x, op)
+        return _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
 
 
 def _fits(ctx: SparseAllReduceContext, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
@@ -389,50 +421,54 @@ def _context(
     return kept(key, control, {"rows": max(entries, ROW)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
 
 
-def _result(x: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, coalesced: bool) -> torch.Tensor:
-    """The sparse tensor like x."""
-    dims, indices = x.shape[: x.sparse_dim()], []
+def _result(
+    x: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, coalesced: bool, shard_of: SparseAllReduceContext | None
+) -> torch.Tensor:
+    """The sparse tensor like x, or like this rank's rows of it."""
+    dims, indices, shape = x.shape[: x.sparse_dim()], [], x.shape
+    if shard_of is not None:
+        rows = rows_of(shape[0], shard_of.size, shard_of.rank)
+        if rows == 0:  # where not even the padding has a place
+            ids, values = ids[:0], values[:0]
+        shape = torch.Size([rows, *shape[1:]])
     for dim in reversed(range(1, len(dims))):
         indices.append(ids % dims[dim])
         ids = ids // dims[dim]
     indices.append(ids)
     values = values.view(values.shape[0], *x.shape[x.sparse_dim() :])
     return torch.sparse_coo_tensor(
-        torch.stack(indices[::-1]), values, x.shape, is_coalesced=coalesced, check_invariants=False
+        torch.stack(indices[::-1]), values, shape, is_coalesced=coalesced, check_invariants=False
     )  # fmt: skip
 
 
-def _said(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str) -> dict[str, Any]:
-    """What all ranks must pass alike."""
-    return dict(shape="x".join(map(str, x.shape)), sparse=x.sparse_dim(), op=op, mode=mode)
+def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, scatter: bool) -> bool:
+    """A call whose ids have been exchanged; whether ids have owners."""
+    owned = ctx.owned and not scatter
+    said = dict(shape="x".join(map(str, x.shape)), sparse=x.sparse_dim(), op=op, mode=mode)  # what all ranks must pass alike
+    ctx.begin("scatter" if scatter else "owned" if owned else "direct", **said)
+    return owned
 
 
-def _path(ctx: SparseAllReduceContext) -> str:
-    return "owned" if ctx.owned else "direct"
-
-
-def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str) -> torch.Tensor:
+def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> torch.Tensor:
     if ctx.world.executor.is_capturing():
         raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
     if ctx.table_rows is not None:
         ctx.fit(ids.numel(), ctx.rows)
-    pending = ctx.take(ids, ctx.rows, table_rows)
+    pending = ctx.take(ids, ctx.rows, table_rows, scatter)
     union, _, most, _ = pending.read()
     if most > ctx.rows:  # on all ranks: they have read the same
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
-        pending = ctx.take(ids, ctx.rows, table_rows)
+        pending = ctx.take(ids, ctx.rows, table_rows, scatter)
         union = pending.read()[0]
-    ctx.begin(_path(ctx), **_said(ctx, x, op, "exact"))
-    y = ctx.run(pending, values, union, op)
-    return _result(x, pending.table.ids[:union], y, True)
+    y = ctx.run(pending, values, union, op, _begin(ctx, x, op, "exact", scatter))
+    return _result(x, pending.table.ids[:union], y, True, ctx if scatter else None)
 
 
-def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None) -> torch.Tensor:
+def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> torch.Tensor:
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
     ctx.fit(ids.numel(), capacity)
-    pending = ctx.take(ids, capacity, table_rows)
-    ctx.begin(_path(ctx), **_said(ctx, x, op, "padded"))
-    y = ctx.run(pending, values, ctx.size * capacity, op)
-    return _result(x, pending.table.ids, y, False)
+    pending = ctx.take(ids, capacity, table_rows, scatter)
+    y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter))
+    return _result(x, pending.table.ids, y, False, ctx if scatter else None)

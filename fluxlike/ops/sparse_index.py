@@ -33,6 +33,8 @@ class Table(NamedTuple):
     ids: torch.Tensor
     #: int32 [ranks · capacity + 1, ranks].
     slots: torch.Tensor
+    #: int32 [capacity].
+    targets: torch.Tensor
     #: int32 [capacity + 1].
     place: torch.Tensor
     #: int32 [ranks · capacity].
@@ -73,6 +75,14 @@ def local(ids: torch.Tensor, capacity: int) -> Local:
     return Local(order, starts, message[: HEAD + capacity])
 
 
+def shard(messages: torch.Tensor, rank: int, chunk: int) -> Table:
+    """`table` of the ids that belong to this rank, as ids below ``chunk``: id i belongs to rank i // chunk, who alone reads it."""
+    ids, end = messages[:, HEAD:], torch.iinfo(messages.dtype).max
+    mine = (ids >= rank * chunk) & (ids < (rank + 1) * chunk)  # the end of a list is behind all
+    kept = torch.cat([messages[:, :HEAD], torch.where(mine, ids - rank * chunk, end)], 1)
+    return table(kept, rank, False)._replace(targets=(messages[rank, HEAD:] // chunk).to(torch.int32))
+
+
 def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
     """The union of the ids in ``messages`` [ranks, HEAD + capacity]. ``owned``: ids of several ranks get owners."""
     ranks, capacity = messages.shape[0], messages.shape[1] - HEAD
@@ -103,4 +113,5 @@ def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
         owners = torch.full((rows,), -1, dtype=torch.int32, device=device)
     counts = messages[:, 0].to(torch.int64)
     own = counts[rank : rank + 1].clamp_max(capacity)
-    return Table(ids, slots, place, owners, torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)]))
+    targets = owners[place[:capacity]]
+    return Table(ids, slots, targets, place, owners, torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)]))
