@@ -1,4 +1,4 @@
-"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce}`: how fast, against what, and how near the limit.
+"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce,sparse_all_reduce}`: how fast, against what, how near the limit.
 
 Start it with launch.sh.
 
@@ -25,7 +25,7 @@ Protocol
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
 This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
-report. bench_peers: agreement. bench_report: output.
+report, and bench_sparse for sparse_all_reduce. bench_peers: agreement. bench_report: output.
 """
 
 import argparse
@@ -49,8 +49,9 @@ from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
 from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
+from .bench_sparse import SparseAllReduce
 
-KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce}
+KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
@@ -391,8 +392,9 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     if asked.graph and not cuda:
         parser.error("--graph needs GPUs: the CPU heap has no CUDA graphs; leave it out")
     asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
-    possible = methods(KINDS[asked.op], cuda)
-    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(possible)
+    usual = methods(KINDS[asked.op], cuda)
+    possible = tuple(dict.fromkeys((*usual, *KINDS[asked.op].ON_REQUEST)))
+    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
