@@ -74,7 +74,7 @@ def measured(group, wrong):
     right = fluxlike.sparse_all_reduce
     if wrong:
         fluxlike.sparse_all_reduce = lambda x, **how: (right(x, **how) * 1.5).coalesce()
-    every = ("horovod", "exact", "padded", "bf16_wire") if wrong else EVERY
+    every = ("horovod", "v6", "exact", "padded", "bf16_wire") if wrong else EVERY
     try:
         asked = bench.parse(["sparse_all_reduce", "--dtype", "float32", "--rounds", "1", "--methods", ",".join(every)], cuda=False)
         run = bench.Bench(asked, Peers(), ranks.device())
@@ -85,7 +85,7 @@ def measured(group, wrong):
 
 
 @pytest.mark.skipif(ranks.TORCHRUN, reason="gloo alone has all of them")
-@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_method(wrong):
     for statuses, bad in ranks.run_ranks(measured, ranks.POOL_SIZE, makes_groups=True, wrong=wrong):
         ours = {"exact", "padded", "bf16_wire"}

@@ -35,7 +35,9 @@ Protocol and proofs
   and by its pushers at itself. So there is one writer for each row and call.
 * x and y are different memory, y's rows are written by one program each.
 
-Numbers: a chunk of 16 rows of 8 KB is 128 KB a peer, so its release (a trip over the wire) is a few per cent of its time.
+Sizes: a chunk of 16 rows of 8 KB is 128 KB a peer, so that its release, a trip over the wire, is little beside its stores; a unit
+of 64 rows has a few chunks to wait for. With owners a rank gets c - 1 rows, or one, of each id, never more than a ring all-reduce
+of the whole table, so there is no dense way beside this one. Not measured yet.
 """
 
 import triton
@@ -209,7 +211,7 @@ def sparse_all_reduce_kernel(
     order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. targets [capacity]: the
     rank that reads the row of an own slot, -1 if all do. place [capacity]: union rows of the own slots. slots [union, R]: slots of
     the union rows, -1 where a rank has none. owners [union]: the rank that adds a row up, -1 if all do. meta: number of union rows,
-    of own slots. Rows of y behind the union become 0.
+    of own slots. ``rows``: of y, if there are more than union rows; those behind become 0.
     ``room``: rows of staging for each source. K slots a chunk, U union rows a unit, BR × BC elements a tile; BR divides K and U.
     CHUNKS: flags of a source. S: R rounded up to a power of two. The first ``pushers`` programs push, the next ``reducers``
     reduce. MOST: programs that a launch may have.
@@ -232,7 +234,7 @@ def sparse_all_reduce_kernel(
     else:
         first = pushers + reducers
         _drain(
-            y, slots, owners, staging, flags, ctl, epoch, union, rows, room, rank, program - first,
+            y, slots, owners, staging, flags, ctl, epoch, union, tl.maximum(rows, union), room, rank, program - first,
             tl.num_programs(0) - first, R, D, PITCH, K, U, BR, BC, CHUNKS, OWNED, OP,
         )  # fmt: skip
     cta_barrier()  # all threads have read the number of the call

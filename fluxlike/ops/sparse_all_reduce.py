@@ -196,13 +196,14 @@ class SparseAllReduceContext(EpochContext):
 
     # -- values ---------------------------------------------------------------------------------------------------------
 
-    def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str, owned: bool) -> torch.Tensor:
-        """The values of the union rows, and zeros up to ``rows``: [rows, width]. ``owned``: the table has owners."""
+    def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str, owned: bool, padded: bool) -> torch.Tensor:
+        """The values of the union rows, and if ``padded`` zeros up to ``rows``: [rows, width]. ``owned``: ids have owners."""
         y = torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
         local, table = pending.local, pending.table
         tensors = [values, local.order, local.starts, table.targets, table.place, table.slots, table.owners, table.meta, y]
-        key = op, rows, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
-        self.plan(key, lambda: self._prepared(tensors, rows, pending.capacity, op, owned))[1](tensors)
+        most = rows if padded else 0
+        key = op, most, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
+        self.plan(key, lambda: self._prepared(tensors, most, pending.capacity, op, owned))[1](tensors)
         return y
 
     def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str, owned: bool) -> Any:
@@ -461,7 +462,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
         pending = ctx.take(ids, ctx.rows, table_rows, scatter)
         union = pending.read()[0]
-    y = ctx.run(pending, values, union, op, _begin(ctx, x, op, "exact", scatter))
+    y = ctx.run(pending, values, union, op, _begin(ctx, x, op, "exact", scatter), False)
     return _result(x, pending.table.ids[:union], y, True, ctx if scatter else None)
 
 
@@ -470,5 +471,5 @@ def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int 
     capacity = ctx.rows if max_nnz is None else max_nnz
     ctx.fit(ids.numel(), capacity)
     pending = ctx.take(ids, capacity, table_rows, scatter)
-    y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter))
+    y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter), True)
     return _result(x, pending.table.ids, y, False, ctx if scatter else None)
