@@ -190,6 +190,9 @@ def ahead(group):
     rank = dist.get_rank(group)
     weight = torch.zeros(50, 4, device=device(), requires_grad=True)
     with fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx:
+        ctx.data.fill_(0xFF)  # NaN where nobody has written
+        ctx.check()
+        dist.barrier(group)
         for call in range(4):
             ids = torch.randint(0, 50, (3, 4), generator=torch.Generator().manual_seed(10 * call + rank)).to(device())
             ctx.start_indices(ids)

@@ -23,9 +23,6 @@ class Embedding(nn.Embedding):
     ) -> None:
         """``max_ids``: ids of a rank's gradient at most. ``options``: those of torch.nn.Embedding, but ``sparse``."""
         super().__init__(num_embeddings, embedding_dim, sparse=True, **options)
-        self._make_context(max_ids, group)
-
-    def _make_context(self, max_ids: int, group: dist.ProcessGroup | None) -> None:
         self.context = create_sparse_all_reduce_context(self.weight.shape, max_ids, self.weight.dtype, group)
         setattr(self.weight, CONTEXT, self.context)
         self._started_for = -1

@@ -69,8 +69,6 @@ class SparseAllReduceContext(EpochContext):
     have, "direct" if each makes all of them.
     """
 
-    watched = EpochContext.watched
-
     def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
         """Collective."""
         self.rows, self.width, self.dtype, self.wire = rows, width, dtype, wire
@@ -139,7 +137,7 @@ class SparseAllReduceContext(EpochContext):
 
         ``scatter``: each rank gets its part of the table only.
         """
-        self.record(ids=capacity, table=table_rows, **({"scatter": True} if scatter else {}))
+        self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 112 characters
         self._stream = self.world.executor.on_same_stream(self._stream)
         joined = ExitStack()
         joined.enter_context(self._lanes.forked())
@@ -445,8 +443,8 @@ def _result(
 def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, scatter: bool) -> bool:
     """A call whose ids have been exchanged; whether ids have owners."""
     owned = ctx.owned and not scatter
-    said = dict(shape="x".join(map(str, x.shape)), sparse=x.sparse_dim(), op=op, mode=mode)  # what all ranks must pass alike
-    ctx.begin("scatter" if scatter else "owned" if owned else "direct", **said)
+    dims = ["x".join(map(str, part)) for part in (x.shape[: x.sparse_dim()], x.shape[x.sparse_dim() :])]
+    ctx.begin("scatter" if scatter else "owned" if owned else "direct", op=op, mode=mode, shape=":".join(dims))
     return owned
 
 
