@@ -25,6 +25,11 @@ _HOME = {
     "all_gather": "ops.collectives",
     "reduce": "ops.collectives",
     "broadcast": "ops.collectives",
+    "create_sparse_all_reduce_context": "ops.sparse_all_reduce",
+    "sparse_all_reduce": "ops.sparse_all_reduce",
+    "sparse_all_reduce_": "ops.sparse_all_reduce",
+    "sparse_allreduce_hook": "ops.sparse_hook",
+    "sparse_reduce_scatter": "ops.sparse_all_reduce",
 }
 _MODULES = {"nn": ".nn", "reference": ".ops.reference", "topology": ".topology"}
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "create_ag_gemm_context",
     "create_gemm_ar_context",
     "create_gemm_rs_context",
+    "create_sparse_all_reduce_context",
     "finalize",
     "gemm_ar",
     "gemm_rs",
@@ -47,6 +53,10 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reference",
+    "sparse_all_reduce",
+    "sparse_all_reduce_",
+    "sparse_allreduce_hook",
+    "sparse_reduce_scatter",
     "topology",
 ]
 
@@ -58,6 +68,13 @@ if TYPE_CHECKING:
     from .ops.collectives import all_gather, broadcast, reduce, reduce_scatter
     from .ops.gemm_ar import create_gemm_ar_context, gemm_ar
     from .ops.gemm_rs import create_gemm_rs_context, gemm_rs
+    from .ops.sparse_all_reduce import (
+        create_sparse_all_reduce_context,
+        sparse_all_reduce,
+        sparse_all_reduce_,
+        sparse_reduce_scatter,
+    )
+    from .ops.sparse_hook import sparse_allreduce_hook
     from .runtime.errors import PeerTimeout
     from .runtime.world import finalize, init, is_initialized
 

@@ -31,10 +31,11 @@ KERNELS = (
     "exchange_words_kernel",
     "exchange_bulk_kernel",
     "all_reduce_trees_kernel",
+    "sparse_all_reduce_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
-NAMES = (*OPS, "reduce_scatter", "reduce", "broadcast")
+NAMES = (*OPS, "reduce_scatter", "reduce", "broadcast", "sparse_all_reduce")
 #: How the collectives' kernels are called, by their transports.
 CALLS = {
     "one_shot": ("all_reduce", "one_shot"),
@@ -43,6 +44,7 @@ CALLS = {
     "trees": ("all_reduce", "trees"),
     "rooted_words": ("reduce", "words"),
     "rooted_bulk": ("reduce", "bulk"),
+    "sparse": ("sparse_all_reduce", "owned"),
 }
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90

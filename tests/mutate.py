@@ -36,6 +36,7 @@ TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 DECOMPOSED = "decomposed"  # with kernels of its own
 ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
+SPARSE = "sparse"  # rows of sparse tensors, a kernel
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
@@ -185,6 +186,8 @@ def _is_entry(name: str) -> bool:
 
 def transports(kernel: str) -> tuple[str, ...]:
     alone = next((name for name in (STREAM_K, DECOMPOSED, *ALGORITHMS) if name in kernel), None)
+    if kernel.startswith(SPARSE):
+        return (SPARSE,)
     if kernel.startswith("exchange"):
         return (str(alone), f"{ROOTED}{alone}")
     return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS

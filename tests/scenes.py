@@ -41,6 +41,7 @@ import fluxlike.kernels.exchange
 import fluxlike.kernels.gemm_rs
 import fluxlike.kernels.trees
 from fluxlike.kernels import lang, sync, words
+from fluxlike.ops import sparse_all_reduce
 from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
@@ -155,7 +156,9 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
     n, rank = 3000 if call % 3 and kind != "overtaken" else 1, group.rank()
     _, algo = COLLECTIVES[transport]
     parts = torch.randint(-9, 10, (group.size(), n), generator=torch.Generator().manual_seed(call)).float()
-    if transport.startswith("rooted"):
+    if transport == "sparse":
+        right = _sparse(group.size(), rank, kind, call)
+    elif transport.startswith("rooted"):
         right = _rooted(parts, rank, kind, call, algo)
     elif (transport, kind) == ("words", "overtaken"):  # half of it, as in two trips nobody is overtaken
         part = parts.repeat(1, RANKS)
@@ -164,6 +167,21 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
         right = torch.equal(fluxlike.all_reduce(parts[rank], algo=algo), parts.sum(0))
     if not right:
         raise Wrong(f"{transport}, scene {kind}: call {call + 1} gave wrong numbers")
+
+
+def _sparse(ranks: int, rank: int, kind: str, call: int) -> bool:
+    """Ids of one, two and all ranks, in several chunks; in some calls a rank has none, and may run ahead of the others."""
+    sparse_all_reduce.TILE, sparse_all_reduce.COLUMNS, sparse_all_reduce.CHUNK, sparse_all_reduce.UNIT = 8, 2, 4, 8
+    generator = torch.Generator().manual_seed(call)
+    whole = torch.zeros(40, 3)
+    for source in range(ranks):
+        entries = 0 if kind == "empty" and call % ranks == source else 24
+        ids = torch.randint(0, 40, (entries,), generator=generator)
+        values = torch.randint(-9, 10, (entries, 3), generator=generator).float()
+        whole.index_add_(0, ids, values)
+        if source == rank:
+            x = torch.sparse_coo_tensor(ids[None], values, whole.shape, check_invariants=True)
+    return torch.equal(fluxlike.sparse_all_reduce(x).to_dense(), whole)
 
 
 def _rooted(parts: torch.Tensor, rank: int, kind: str, call: int, algo: str) -> bool:
@@ -383,7 +401,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
         if any(op != "all_reduce" for op, _ in plan):
             lost(group)
         for op, algo in plan:
-            if op == "all_reduce" and not algo.startswith("rooted"):
+            if op == "all_reduce" and not algo.startswith(("rooted", "sparse")):
                 lost_words(group, algo)
     fluxlike.init(heap="shm", heap_bytes=HEAP_BYTES)
     env.put("FLUXLIKE_TIMEOUT_S", limit)

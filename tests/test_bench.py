@@ -130,7 +130,7 @@ def test_named_suites():
     assert Shape(8192, 4096, 14336) in eight["gemm_rs"] and Shape(8192, 49152, 12288) in eight["ag_gemm"]
     assert [s.m for s in decode["gemm_rs"]] == [16, 64, 256, 512] == [s.m for s in decode["ag_gemm"]]
     for name, suite in bench_problems.SUITES.items():
-        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce", "gemm_ar"}
+        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce", "gemm_ar", "sparse_all_reduce"}
         for op, shapes in suite.items():
             assert len(set(shapes)) == len(shapes)
             for world in (1, 2, 4, 8):
@@ -138,7 +138,8 @@ def test_named_suites():
 
 
 def test_what_cannot_be_split():
-    rs, ag, ar, reduce = bench.KINDS.values()
+    rs, ag, ar, reduce, sparse = bench.KINDS.values()
+    assert sparse.unfit(None, 7) is None
     assert ar.unfit(Shape(15, 5, 16), 4) is None and ar.unfit(Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
     assert rs.unfit(Shape(16, 5, 16), 4) is None
     assert ag.unfit(Shape(16, 16, 5), 4) is None

@@ -58,6 +58,10 @@ SURVIVORS: dict[str, str] = {
     "lang.drain_stores.assembly:remove fence.proxy.async": (
         "by PTX, whoever has waited for a TMA store knows it without a fence between the proxies; this one is for safety"
     ),
+    "sparse_all_reduce.sparse_all_reduce_kernel.cta_barrier:remove": (
+        "between the threads of one program that had nothing to do, who read its number and advance it: the race checker takes a "
+        "program for one thread, and the lint looks at signals"
+    ),
     "sync.finish.store#2:+1": "one too large asks for the credit of a later call, which the peers also give: it waits longer",
 }
 
@@ -102,13 +106,13 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
     if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
         return found
-    first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees"))]
+    first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees", mutate.SPARSE))]
     pairs = first or found  # what the others share they show sooner
     return list({pair[0]: pair for pair in reversed(pairs)}.values())[::-1] if why_not(mutant) else pairs
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
-OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce", "exchange": "all_reduce"}
+OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce", "exchange": "all_reduce", "sparse": "all_reduce"}
 
 
 def kernels_of(op: str) -> tuple[str, ...]:

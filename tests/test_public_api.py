@@ -32,6 +32,11 @@ SIGNATURES = {
     "all_gather": "(x, group=None, m=None, algo='auto')",
     "reduce": "(x, root, group=None, op='sum', algo='auto')",
     "broadcast": "(x, root, group=None, algo='auto')",
+    "create_sparse_all_reduce_context": "(shape, max_nnz, dtype=torch.float32, group=None, wire_dtype=None)",
+    "sparse_all_reduce": "(x, op='sum', group=None, mode='exact', *, ctx=None, max_nnz=None, wire_dtype=None)",
+    "sparse_allreduce_hook": "(group, bucket)",
+    "sparse_reduce_scatter": "(x, op='sum', group=None, mode='exact', *, max_nnz=None, wire_dtype=None)",
+    "sparse_all_reduce_": "(x, op='sum', group=None, mode='exact', *, ctx=None, max_nnz=None, wire_dtype=None)",
 }
 
 

@@ -2,13 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
+from .embedding import Embedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .styles import ColwiseParallel, RowwiseParallel, SharedGather
 
 if TYPE_CHECKING:
     from .async_tp import AsyncTP
 
-__all__ = ["AsyncTP", "ColumnParallelLinear", "ColwiseParallel", "RowParallelLinear", "RowwiseParallel", "SharedGather"]
+__all__ = [
+    "AsyncTP",
+    "ColumnParallelLinear",
+    "ColwiseParallel",
+    "Embedding",
+    "RowParallelLinear",
+    "RowwiseParallel",
+    "SharedGather",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from ..kernels.tiles import rows_of
 from ..runtime.control import ControlGroup
 from . import validate
 from .group import resolve
+from .sparse_index import entries_of
 
 
 @torch.no_grad()
@@ -85,3 +86,59 @@ def ag_gemm(
         results.append((z if b is None else z + b.float()).to(x_shard.dtype))
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
+
+
+@torch.no_grad()
+def sparse_all_reduce(
+    x: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    mode: str = "exact",
+    *,
+    ctx: Any = None,
+    max_nnz: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact"."""
+    control = resolve(group) if ctx is None else ctx.control
+    dims = x.sparse_dim()
+    wire = wire_dtype or getattr(ctx, "wire", None) or x.dtype
+    ids, values, _ = entries_of(x)
+    total, seen = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0)
+    for source in range(control.size):
+        theirs, rows = _sent(ids, source, control), _sent(values, source, control)
+        distinct, part = sequential_sum(theirs, rows.float())
+        union = torch.cat([seen, distinct]).unique()
+        grown = total.new_zeros(len(union), total.shape[1])
+        grown[torch.searchsorted(union, seen)] = total
+        new, at = torch.isin(distinct, seen, invert=True), torch.searchsorted(union, distinct)
+        part = part.to(wire).float()
+        grown[at] = torch.where(new[:, None], part, grown[at] + part)
+        total, seen = grown, union
+    result = (total / control.size if op == "avg" else total).to(x.dtype)
+    indices = torch.stack(torch.unravel_index(seen, x.shape[:dims]))
+    return torch.sparse_coo_tensor(
+        indices, result.view(len(result), *x.shape[dims:]), x.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _sent(t: torch.Tensor, source: int, control: ControlGroup) -> torch.Tensor:
+    """Rank ``source``'s tensor, of any number of rows."""
+    rows = torch.tensor([t.shape[0]], device=t.device)
+    dist.broadcast(rows, control.ranks[source], control.group)
+    got = t.clone() if source == control.rank else t.new_empty(int(rows), *t.shape[1:])
+    dist.broadcast(got, control.ranks[source], control.group)
+    return got
+
+
+def sequential_sum(ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct ids in ascending order, and of each the sum of its rows, made one by one in the order in which they come."""
+    keys, order = torch.sort(ids, stable=True)
+    distinct, slot, counts = torch.unique_consecutive(keys, return_inverse=True, return_counts=True)
+    turn = torch.arange(len(keys), device=ids.device) - (counts.cumsum(0) - counts)[slot]
+    total = rows.new_zeros(len(distinct), rows.shape[1])
+    for number in range(int(counts.max()) if len(counts) else 0):
+        now = turn == number
+        part = rows[order[now]]
+        total[slot[now]] = part if number == 0 else total[slot[now]] + part
+    return distinct, total

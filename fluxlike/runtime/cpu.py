@@ -164,6 +164,11 @@ class CpuExecutor:
         table = torch.tensor(words, dtype=torch.int64)
         return table, table
 
+    def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:
+        """What ``t`` holds now, as the host gets it once it asks."""
+        values = t.tolist()
+        return lambda: values
+
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now."""
         for address in addresses:

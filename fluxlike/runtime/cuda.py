@@ -258,6 +258,18 @@ class CudaExecutor:
         pinned = torch.tensor(words, dtype=torch.int64).pin_memory()
         return pinned.to(self.device, non_blocking=True), pinned
 
+    def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:
+        """What ``t`` holds behind what the current stream holds now, as the host gets it once it asks, and only then waits."""
+        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+
+        def read() -> list[Any]:
+            copied.synchronize()
+            return pinned.tolist()  # type: ignore[no-any-return]
+
+        return read
+
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now: past whatever this GPU has queued and waits for."""
         with torch.cuda.device(self.device):

@@ -1,4 +1,4 @@
-"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce}`: how fast, against what, and how near the limit.
+"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce,sparse_all_reduce}`: how fast, against what, how near the limit.
 
 Start it with launch.sh.
 
@@ -25,7 +25,8 @@ Protocol
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
 This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
-report; bench_bursts: for many reductions at once. bench_peers: agreement. bench_report: output.
+report; bench_bursts: for many reductions at once; bench_sparse: for sparse_all_reduce. bench_peers: agreement. bench_report:
+output.
 """
 
 import argparse
@@ -50,8 +51,9 @@ from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
 from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
+from .bench_sparse import SparseAllReduce
 
-KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce}
+KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
 GRAPH_CALLS = 10
@@ -402,8 +404,9 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
     kind = kind_of(asked.op, asked.suite)
     command.choose_suite(parser, asked, cuda, kind)
-    possible = methods(kind, cuda)
-    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(possible)
+    usual = methods(kind, cuda)
+    possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST)))
+    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")

@@ -109,6 +109,8 @@ class Problem(ABC):
     OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
     ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
+    #: Methods that run only if they are named.
+    ON_REQUEST: ClassVar[tuple[str, ...]] = ()
     #: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
     UNBOUNDED: ClassVar[tuple[str, ...]] = ("torch", "async_tp", "reference")
     REPORT: ClassVar[type[Report]] = Report

@@ -12,6 +12,7 @@ from ...ops import ag_gemm as ag_gemm_op
 from ...ops import collectives
 from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
+from ...ops.sparse_all_reduce import NARROW, create_sparse_all_reduce_context
 from ...runtime import dry, env
 from .compiling import Built, Launch, build, launch_of
 from .rules import Finding, Spec, lint_built
@@ -22,7 +23,7 @@ RANKS = 4
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
 #: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
 FEW = 12
-PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "N", "K")
+PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts. The collectives take M×K elements, all_reduce also two tensors of so many.
@@ -33,6 +34,7 @@ SHAPES = {
     "ragged": (1024, 515, 512),
     "parts": (8192, 8192, 2048),
     "list": (1024, 512, 512),
+    "narrow": (1024, 1, 1),
 }
 
 
@@ -76,6 +78,9 @@ def cases(capability: int) -> list[Case]:
             found.append(Case("all_reduce", algo, "list"))
     for algo in collectives.ALGORITHMS:  # with those of all_reduce: every branch of their kernels
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
+    found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
+    if capability == 90:
+        found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow")]
     for op in ("gemm_rs", "ag_gemm"):
         for schedule in ("copy_engine", "in_kernel"):
             found.append(Case(op, schedule))
@@ -120,6 +125,10 @@ def launches(case: Case, capability: int) -> list[Launch]:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
         elif case.op == "all_reduce":
             all_reduce([operand(m, k)] * 2 if case.shape == "list" else operand(m, k), algo=case.schedule)
+        elif case.op == "sparse_all_reduce":  # m entries of k elements; fp32 on the wire has no owners
+            wire = case.dtype if case.schedule == "owned" else torch.float32
+            with closing(create_sparse_all_reduce_context((m, k), m, case.dtype, wire_dtype=wire)) as sparse:
+                sparse.run(sparse.take(dry.tensor((m,), torch.int64), m, m), operand(m, k), m, "avg", sparse.owned, True)
         elif case.op in COLLECTIVES:
             root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
             getattr(collectives, case.op)(operand(m, k), algo=case.schedule, **root)
@@ -136,6 +145,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     peers, copies = given["R"] - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
+    owned = int(given.get("OWNED", False))
     readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits
@@ -167,6 +177,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
             rooted,
             0,
         ),
+        # parts, by reducers and drainers, and results of owners, of each the first and more; the two kinds of chunks
+        "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
     }[launch.name]
     # waits for words: for everything at once, and for the results of each
     looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": scatter + owners * gather}.get(launch.name, 0)
@@ -180,6 +192,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
             "exchange_words_kernel": replace(spec, local=FEW),
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
             "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
+            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
         }
         return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]

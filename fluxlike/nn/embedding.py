@@ -1,0 +1,45 @@
+"""An embedding with sparse gradients, whose ids go to the other ranks in the forward pass."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
+from ..ops.sparse_hook import CONTEXT
+
+
+class Embedding(nn.Embedding):
+    """``torch.nn.Embedding(…, sparse=True)`` for data parallelism with `fluxlike.sparse_allreduce_hook`.
+
+    A forward pass that will have a gradient begins the exchange of its ids, beside what follows; the hook then sends values only.
+    If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), ids go
+    with the values. Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, max_ids: int, group: dist.ProcessGroup | None = None, **options: Any
+    ) -> None:
+        """``max_ids``: ids of a rank's gradient at most. ``options``: those of torch.nn.Embedding, but ``sparse``."""
+        super().__init__(num_embeddings, embedding_dim, sparse=True, **options)
+        self.context = create_sparse_all_reduce_context(self.weight.shape, max_ids, self.weight.dtype, group)
+        setattr(self.weight, CONTEXT, self.context)
+        self._started_for = -1
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and self.weight.requires_grad and not self.context.closed:
+            self._start(ids)
+        return super().forward(ids)
+
+    def _start(self, ids: torch.Tensor) -> None:
+        calls = self.context.stats["calls"]
+        self.context.cancel_indices()
+        if self._started_for != calls:  # the first forward pass since the last gradient was reduced
+            self._started_for = calls
+            kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
+            self.context.start_indices(kept)
+
+    def close(self) -> None:
+        """Give the memory back; collective."""
+        self.context.close()

@@ -1,0 +1,473 @@
+"""All-reduce of sparse tensors, as gradients of embeddings are: `sparse_all_reduce_` and `sparse_all_reduce`.
+
+Read with `kernels/sparse_all_reduce.py`, which holds the protocol, and `sparse_index`, which finds out who has which ids.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.sparse_all_reduce import sparse_all_reduce_kernel
+from ..kernels.tiles import cdiv, chunk_rows, rows_of
+from ..runtime import world
+from ..runtime.control import ControlGroup
+from . import exchange, sparse_index, tiling, validate
+from .context import DTYPES
+from .exchange import MOST, OF_BULK, OPS, OVER, EpochContext, ExchangeContext, Kind
+from .group import kept, resolve
+from .sparse_index import HEAD
+
+NAME = "sparse_all_reduce"
+MODES = ("exact", "padded")
+#: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
+TILE, COLUMNS, CHUNK, UNIT = 4096, 2048, 16, 64
+#: Of the programs of a launch, the parts that push and that reduce; the others drain.
+PUSHERS, REDUCERS = 3 / 8, 1 / 4
+#: Rows of staging are of a multiple of so many elements, but where they are narrow; each rank's are a multiple of so many.
+ROW, NARROW = 16, 64
+
+
+class Shapes(NamedTuple):
+    """How a table of so many columns is cut up."""
+
+    pitch: int
+    rows: int
+    columns: int
+    chunk: int
+    unit: int
+
+    @classmethod
+    def of(cls, width: int) -> "Shapes":
+        columns = min(1 << (width - 1).bit_length(), COLUMNS)
+        rows = max(1, min(1024, TILE // columns))
+        pitch = width if width < NARROW else tiling.round_up(width, ROW)
+        return cls(pitch, rows, columns, max(CHUNK, rows), max(UNIT, rows))
+
+
+class Pending(NamedTuple):
+    """Ids whose exchange is under way."""
+
+    ids: torch.Tensor
+    capacity: int
+    local: sparse_index.Local
+    table: sparse_index.Table
+    #: meta, on the host.
+    read: Callable[[], list[int]]
+    #: Ends the fork of the stream on which it runs.
+    joined: ExitStack
+
+
+class SparseAllReduceContext(EpochContext):
+    """Memory for calls on tables of ``width`` columns, with up to ``rows`` distinct ids on a rank.
+
+    Made by ``fluxlike.create_sparse_all_reduce_context``. ``last_path``: "owned" if the ranks share the sums of ids that several
+    have, "direct" if each makes all of them.
+    """
+
+    def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
+        """Collective."""
+        self.rows, self.width, self.dtype, self.wire = rows, width, dtype, wire
+        self.shapes, ranks = Shapes.of(width), control.size
+        self.chunks = cdiv(self.rows, self.shapes.chunk)
+        staging = ranks * tiling.round_up(rows, ROW) * self.shapes.pitch * wire.itemsize
+        super().__init__(NAME, control, {"flags": 8 * 2 * ranks * self.chunks, "data": staging})
+        self.maker = f"fluxlike.create_{NAME}_context"
+        self.staging = self.data.view(wire)
+        #: Whether ids of several ranks have owners: two ranks save nothing, another dtype on the wire would round twice.
+        self.owned = ranks > 2 and wire is dtype
+        self._lanes = self.world.executor.lanes()
+        self._pending: Pending | None = None
+        #: Rows of the table, where the context is for one.
+        self.table_rows: int | None = None
+        self._differs = self.world.executor.report(1)
+        self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
+        nbytes = (HEAD + self.rows) * 8
+        part = cdiv(min(nbytes, exchange.PIECE // ranks), exchange.BULK)
+        self.ids = ExchangeContext(Kind(NAME, gather=True), control, 1, part)
+        self.inner.append(self.ids)
+        self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}", self.watched)
+
+    # -- ids ------------------------------------------------------------------------------------------------------------
+
+    def start_indices(self, ids: torch.Tensor) -> None:
+        """Begin the exchange of the ids of the next call, so in the forward pass; beside what the current stream holds next.
+
+        Args:
+            ids: int64 or int32, of any shape: those of the next gradient, in its order, as the input of an embedding is. They must
+                not be changed before that call. Collective, as the call is.
+
+        Raises:
+            ValueError: dtypes, too many ids; a second start without a call between.
+        """
+        if self.table_rows is None:
+            raise ValueError(f"{NAME}: only a context of fluxlike.create_{NAME}_context takes ids ahead of their gradient")
+        if self._pending is not None:
+            raise ValueError(f"{NAME}: ids were started already and their gradient has not come; call sparse_all_reduce_ with it")
+        if ids.dtype not in (torch.int64, torch.int32) or ids.device != self.device:
+            raise ValueError(f"{NAME}: ids are {ids.dtype} on {ids.device}, they must be int64 or int32 on {self.device}")
+        with self.control.lock:
+            self.fit(ids.numel(), self.rows)
+            self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)
+
+    def cancel_indices(self) -> None:
+        """Forget ids that were started, as their gradient will not come. On all ranks alike."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.joined.close()
+
+    def refuse(self, message: str, **said: Any) -> NoReturn:
+        """Raise ValueError in place of a call that other ranks may have begun: they see that this one does something else."""
+        self.record(**said)
+        self.board.freeze()
+        raise ValueError(f"{NAME}: {message}")
+
+    def fit(self, entries: int, most: int) -> None:
+        """So many entries fit, or an error on all ranks."""
+        if entries > most:
+            message = f"{entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
+            self.refuse(message, entries=entries, more_than=most)
+
+    def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
+        """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined.
+
+        ``scatter``: each rank gets its part of the table only.
+        """
+        self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 112 characters
+        self._stream = self.world.executor.on_same_stream(self._stream)
+        joined = ExitStack()
+        joined.enter_context(self._lanes.forked())
+        try:
+            with self._lanes.of(1), torch.no_grad():
+                local = sparse_index.local(ids.to(sparse_index.key_dtype(table_rows)), capacity)
+                messages = torch.empty(self.size, local.message.numel(), dtype=local.message.dtype, device=self.device)
+                self._gather(local.message, messages)
+                if scatter:
+                    table = sparse_index.shard(messages, self.rank, chunk_rows(table_rows, self.size))
+                else:
+                    table = sparse_index.table(messages, self.rank, self.owned)
+                read = list if self.world.executor.is_capturing() else self.world.executor.read_later(table.meta)
+        except BaseException as error:
+            joined.close()
+            self._broken(error)
+            raise
+        return Pending(ids, capacity, local, table, read, joined)
+
+    def _gather(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self.size == 1:
+            y.copy_(x)
+            return
+        x, y, n = x.view(torch.int32), y.view(-1).view(torch.int32), x.numel() * x.element_size() // 4
+        for start, parts in exchange.pieces(n * self.size, n, n, "bulk", 4, self.size):
+            here = x[start:], y[start:]
+            exchange.launch_for(self.ids, "bulk", *here, parts, "sum")(here)
+
+    def take(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
+        """The exchange of these ids: that which was started with them, or one that begins now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            pending = self.exchange(ids, capacity, table_rows, scatter)
+        else:
+            if pending.ids.numel() != ids.numel():
+                pending.joined.close()
+                self.refuse(
+                    f"{pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those of the "
+                    "gradient, in its order",
+                    entries=ids.numel(), started=pending.ids.numel(),
+                )  # fmt: skip
+        pending.joined.close()
+        if pending.ids is not ids:
+            self._differs.copy_((pending.ids != ids).any().to(torch.int64).view(1), non_blocking=True)
+        return pending
+
+    def raise_if_failed(self) -> None:
+        if self._differed.value:
+            self._differed.value = 0
+            error = ValueError(f"{NAME}: a gradient had other ids than were started for it, so its result is wrong; start its own")
+            self._broken(error)
+            raise error
+        super().raise_if_failed()
+
+    # -- values ---------------------------------------------------------------------------------------------------------
+
+    def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str, owned: bool, padded: bool) -> torch.Tensor:
+        """The values of the union rows, and if ``padded`` zeros up to ``rows``: [rows, width]. ``owned``: ids have owners."""
+        y = torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
+        local, table = pending.local, pending.table
+        tensors = [values, local.order, local.starts, table.targets, table.place, table.slots, table.owners, table.meta, y]
+        most = rows if padded else 0
+        key = op, most, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
+        self.plan(key, lambda: self._prepared(tensors, most, pending.capacity, op, owned))[1](tensors)
+        return y
+
+    def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str, owned: bool) -> Any:
+        programs = max(3, min(MOST, OVER * self.world.executor.programs))
+        pushers = max(1, int(programs * PUSHERS))
+        reducers = max(1, int(programs * REDUCERS)) if owned else 0
+        shapes = self.shapes
+        room = tiling.round_up(capacity, ROW)
+        constants: dict[str, Any] = dict(R=self.size, S=1 << (self.size - 1).bit_length(), D=self.width, PITCH=shapes.pitch)
+        constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
+        constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST)
+        args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room, self.rank, pushers, reducers)
+        return self.prepare(sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
+
+    def drop(self) -> None:
+        self._pending = None
+        super().drop()
+
+
+def create_sparse_all_reduce_context(
+    shape: Sequence[int],
+    max_nnz: int,
+    dtype: torch.dtype = torch.float32,
+    group: dist.ProcessGroup | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> SparseAllReduceContext:
+    """Memory for the gradients of one table, for training loops; collective over ``group``.
+
+    Args:
+        shape: of the table, [N] or [N, …].
+        max_nnz: entries that a rank's gradient has at most. dtype: of the values. group: the ranks; those of init if None.
+        wire_dtype: see `sparse_all_reduce_`.
+
+    Returns:
+        A context for ``ctx=`` of `sparse_all_reduce_`, whose ``start_indices(ids)`` exchanges ids ahead of their gradient.
+
+    Raises:
+        ValueError: sizes or dtypes, or ranks that pass others. RuntimeError: no init, no memory.
+    """
+    control = resolve(group)
+    error: Exception | None = None
+    try:
+        wire = _wire(dtype, wire_dtype)
+        sizes = [*shape, max_nnz]
+        if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+            raise ValueError(f"{NAME}: shape={tuple(shape)}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
+        _countable(control.size, max_nnz)
+    except ValueError as problem:
+        error = problem
+    control.agree(f"fluxlike.create_{NAME}_context", [*map(str, shape), str(max_nnz), str(dtype), str(wire_dtype)], error)
+    ctx = SparseAllReduceContext(control, max_nnz, math.prod(shape[1:]), dtype, wire)
+    ctx.table_rows = shape[0]
+    return ctx
+
+
+def sparse_all_reduce_(
+    x: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    mode: str = "exact",
+    *,
+    ctx: SparseAllReduceContext | None = None,
+    max_nnz: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The sum or average of sparse tensors over the ranks, in place: x becomes the result, with new indices and values.
+
+    Args:
+        x: sparse COO, bfloat16, float16 or float32, of the same shape and sparse_dim on all ranks, coalesced or not, with any
+            number of entries, also none.
+        op: "sum" or "avg" (over all ranks). group: the ranks; those given to init if None.
+        mode: "exact": the result is coalesced: ids in ascending order, each once. The host learns how many they are, and waits for
+            the exchange of ids, not for values. "padded": nothing waits, so that it can be captured in a CUDA graph. The result has
+            ``ranks · max_nnz`` entries: behind the ids come entries of zeros with the last id again. It is not marked as coalesced.
+        ctx: of `create_sparse_all_reduce_context`; one is kept for each (group, width, dtype) if None, and grows.
+        max_nnz: "padded" without ctx: entries of x at most, the same on all ranks.
+        wire_dtype: the dtype in which values travel, if not that of x: torch.bfloat16 halves the bytes of float32; torch.float32
+            keeps sums of equal ids in 16 bits exact. With a ctx it is that of the ctx.
+
+    Returns:
+        x.
+
+    Numerics: entries of one id are added in fp32 in their order, rounded to the dtype that travels, added in fp32 in the order of
+    the ranks, divided by their number for "avg", and rounded once: the same bits on all ranks and on every repeat, those of
+    `fluxlike.reference.sparse_all_reduce`. Without gradients.
+
+    Raises:
+        ValueError: layout, dtype, device, names; too many entries. RuntimeError: no init; "exact" in a graph capture.
+        CallMismatch (a RuntimeError), on all ranks: ranks pass other shapes, dtypes or options. PeerTimeout: a wait ran out.
+    """
+    x.data = _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
+    return x
+
+
+def sparse_all_reduce(
+    x: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    mode: str = "exact",
+    *,
+    ctx: SparseAllReduceContext | None = None,
+    max_nnz: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`sparse_all_reduce_` into a new tensor."""
+    return _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
+
+
+def sparse_reduce_scatter(
+    x: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    mode: str = "exact",
+    *,
+    max_nnz: int | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """This rank's rows of `sparse_all_reduce`, for tables whose rows are spread over the ranks.
+
+    Args:
+        x: sparse COO with sparse_dim=1, of the shape [N, …] of the whole table; else as in `sparse_all_reduce_`, as are the others.
+
+    Returns:
+        A new sparse tensor [rows, …], whose ids count from the first row of this rank: the rows when N rows are split as
+        torch.chunk splits, so the last ranks may have fewer or none. Values travel once, to the rank that has their row.
+
+    Numerics, errors: those of `sparse_all_reduce_`.
+    """
+    if isinstance(x, torch.Tensor) and x.layout is torch.sparse_coo and x.sparse_dim() != 1:
+        raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
+    return _call(x, op, group, mode, None, max_nnz, wire_dtype, scatter=True)
+
+
+def _wire(dtype: Any, wire: Any) -> torch.dtype:
+    """The dtype that travels."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{NAME}: x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+    if wire is not None and wire not in DTYPES:
+        raise ValueError(f"{NAME}: wire_dtype={wire!r} is not torch.bfloat16, torch.float16 or torch.float32")
+    return dtype if wire is None else wire  # type: ignore[no-any-return]
+
+
+def _countable(ranks: int, entries: int) -> None:
+    most = tiling.MAX_SIZE // ranks**2 - ROW
+    if entries > most:
+        raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
+
+
+def _check(x: Any, op: str, mode: str, max_nnz: Any) -> None:
+    if op not in ("sum", "avg"):
+        raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
+    if mode not in MODES:
+        raise ValueError(f"{NAME}: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{NAME}: x is {type(x).__name__}, it must be a sparse COO tensor")
+    if x.layout is not torch.sparse_coo:
+        remedy = "fluxlike.all_reduce_" if x.layout is torch.strided else "x.to_sparse_coo()"
+        raise ValueError(f"{NAME}: x has layout {x.layout}, it must be torch.sparse_coo; use {remedy}")
+    device = world.current().device
+    if x.device != device:
+        raise ValueError(f"{NAME}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
+    if math.prod(x.shape[x.sparse_dim() :]) == 0 or x.sparse_dim() == 0:
+        raise ValueError(f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, its rows have no elements to add")
+    if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
+        raise ValueError(f"{NAME}: max_nnz={max_nnz!r} is not a whole number above 0")
+
+
+def _call(
+    x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
+    wire_dtype: torch.dtype | None, scatter: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    _check(x, op, mode, max_nnz)
+    wire = _wire(x.dtype, wire_dtype)
+    validate.context(NAME, ctx, SparseAllReduceContext)
+    control = resolve(group) if ctx is None else ctx.control
+    width = math.prod(x.shape[x.sparse_dim() :])
+    with control.lock, torch.no_grad():
+        if ctx is not None:
+            _fits(ctx, x, width, group, wire_dtype, max_nnz)
+        else:
+            if mode == "padded" and max_nnz is None:
+                raise ValueError(f"{NAME}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
+            ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
+        return _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
+
+
+def _fits(ctx: SparseAllReduceContext, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
+    """x goes with the caller's context."""
+    if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
+        raise ValueError(f"{NAME}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}")
+    if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
+        ctx.refuse(
+            f"x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows of "
+            f"{ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table",
+            table=x.shape[0], width=width, dtype=x.dtype,
+        )  # fmt: skip
+    if max_nnz is not None or (wire is not None and wire is not ctx.wire):
+        raise ValueError(f"{NAME}: max_nnz and wire_dtype are those of the context; leave them out")
+
+
+def _context(
+    control: ControlGroup, entries: int, mode: str, width: int, dtype: torch.dtype, wire: torch.dtype
+) -> SparseAllReduceContext:
+    """The context of calls without one. The first call agrees on its size; "exact" calls learn with the ids if it must grow."""
+
+    def make(wanted: dict[str, int]) -> SparseAllReduceContext:
+        return SparseAllReduceContext(control, wanted["rows"], width, dtype, wire)
+
+    key = (NAME, control.name, width, dtype, wire)
+    known = world.current().cached.get(key)
+    if known is not None and mode == "exact" and known.fits({}):
+        return known  # type: ignore[no-any-return]
+    if mode == "exact" and not world.current().executor.is_capturing():
+        entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
+    _countable(control.size, entries)
+    return kept(key, control, {"rows": max(entries, ROW)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
+
+
+def _result(
+    x: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, coalesced: bool, shard_of: SparseAllReduceContext | None
+) -> torch.Tensor:
+    """The sparse tensor like x, or like this rank's rows of it."""
+    dims, indices, shape = x.shape[: x.sparse_dim()], [], x.shape
+    if shard_of is not None:
+        rows = rows_of(shape[0], shard_of.size, shard_of.rank)
+        if rows == 0:  # where not even the padding has a place
+            ids, values = ids[:0], values[:0]
+        shape = torch.Size([rows, *shape[1:]])
+    for dim in reversed(range(1, len(dims))):
+        indices.append(ids % dims[dim])
+        ids = ids // dims[dim]
+    indices.append(ids)
+    values = values.view(values.shape[0], *x.shape[x.sparse_dim() :])
+    return torch.sparse_coo_tensor(
+        torch.stack(indices[::-1]), values, shape, is_coalesced=coalesced, check_invariants=False
+    )  # fmt: skip
+
+
+def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, scatter: bool) -> bool:
+    """A call whose ids have been exchanged; whether ids have owners."""
+    owned = ctx.owned and not scatter
+    dims = ["x".join(map(str, part)) for part in (x.shape[: x.sparse_dim()], x.shape[x.sparse_dim() :])]
+    ctx.begin("scatter" if scatter else "owned" if owned else "direct", op=op, mode=mode, shape=":".join(dims))
+    return owned
+
+
+def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> torch.Tensor:
+    if ctx.world.executor.is_capturing():
+        raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
+    ids, values, table_rows = sparse_index.entries_of(x)
+    if ctx.table_rows is not None:
+        ctx.fit(ids.numel(), ctx.rows)
+    pending = ctx.take(ids, ctx.rows, table_rows, scatter)
+    union, _, most, _ = pending.read()
+    if most > ctx.rows:  # on all ranks: they have read the same
+        ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
+        pending = ctx.take(ids, ctx.rows, table_rows, scatter)
+        union = pending.read()[0]
+    y = ctx.run(pending, values, union, op, _begin(ctx, x, op, "exact", scatter), False)
+    return _result(x, pending.table.ids[:union], y, True, ctx if scatter else None)
+
+
+def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> torch.Tensor:
+    ids, values, table_rows = sparse_index.entries_of(x)
+    capacity = ctx.rows if max_nnz is None else max_nnz
+    ctx.fit(ids.numel(), capacity)
+    pending = ctx.take(ids, capacity, table_rows, scatter)
+    y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter), True)
+    return _result(x, pending.table.ids, y, False, ctx if scatter else None)

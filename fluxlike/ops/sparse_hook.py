@@ -1,0 +1,31 @@
+"""A communication hook of DistributedDataParallel for models with sparse gradients."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from .sparse_all_reduce import sparse_all_reduce
+
+#: Attribute of a parameter with the context for its gradient, as `fluxlike.nn.Embedding` sets it.
+CONTEXT = "sparse_all_reduce_context"
+
+
+def sparse_allreduce_hook(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The average over the ranks of a bucket of gradients: of a sparse one by `sparse_all_reduce`, of dense ones by torch.
+
+    ``ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)``, with the group of ``ddp``; None is that of all ranks. A
+    sparse gradient has a bucket of its own; if its parameter has a context (`fluxlike.nn.Embedding`), its ids may have gone ahead.
+
+    Raises what `sparse_all_reduce_` raises.
+    """
+    x = bucket.buffer()
+    if not x.is_sparse:
+        return allreduce_hook(group, bucket)  # type: ignore[arg-type, no-any-return]
+    (parameter,) = bucket.parameters()
+    y = sparse_all_reduce(x, "avg", group, ctx=getattr(parameter, CONTEXT, None))
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[y.device] if y.is_cuda else None)
+    done.set_result(y)
+    return done

@@ -1,0 +1,106 @@
+"""`bench sparse_all_reduce`: tables, bytes, and that every way to compute it is right and a wrong one is found."""
+
+import pytest
+import ranks
+import torch
+
+pytest.importorskip("rich")
+
+import fluxlike
+from fluxlike.tools import bench, bench_sparse, sparse_baselines
+from fluxlike.tools.bench_peers import Peers
+from fluxlike.tools.bench_report import Result, Row
+from fluxlike.tools.bench_sparse import Table, parse_tables, traffic
+
+EVERY = ("horovod", "searchsorted", "gloo", "dense", "v1", "v2", "v3", "v4", "v5", "v6", "exact", "padded", "bf16_wire")
+
+
+def test_tables():
+    assert parse_tables("50x8×9, 5x1x2:zipf") == [Table(50, 8, 9), Table(5, 1, 2, "zipf")]
+    for wrong in ("5x8", "5x8x0", "5x8x2:normal", "x"):
+        with pytest.raises(ValueError, match="is no table"):
+            parse_tables(wrong)
+    for table in (Table(1000, 1, 4000), Table(1000, 1, 4000, "zipf")):
+        ids = table.ids(1)
+        assert torch.equal(ids, table.ids(1)) and not torch.equal(ids, table.ids(2)) and ids.min() >= 0 and ids.max() < 1000
+        assert ((ids < 10).sum() > 800) == (table.sampling == "zipf")
+
+
+def test_default_methods():
+    asked = bench.parse(["sparse_all_reduce"], cuda=True)
+    assert asked.methods == ["horovod", "searchsorted", "v6", "v5", "exact", "padded", "bf16_wire"]
+    assert bench.parse(["sparse_all_reduce", "--methods", "dense,exact"], cuda=True).methods == ["exact", "dense"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_traffic(count):
+    """Against the same, id by id."""
+    table = Table(60, 1, 25)
+    sets = [set(table.ids(rank).tolist()) for rank in range(count)]
+    union = sorted(set().union(*sets))
+    least, come, go = [0] * count, [0] * count, [0] * count
+    for place, one in enumerate(union):
+        has = [rank for rank in range(count) if one in sets[rank]]
+        owner = has[place % len(has)] if count > 2 and len(has) > 1 else None
+        for rank in range(count):
+            least[rank] += any(other != rank for other in has)
+            for other in has:
+                if other != rank and owner in (None, rank):
+                    come[rank] += 1
+                    go[other] += 1
+            if owner is not None and rank != owner:
+                come[rank] += 1
+                go[owner] += 1
+    assert traffic(table, count) == (len(union), max(least), max(come), max(go))
+
+
+def test_report():
+    table = Table(60, 10, 25)
+    rows = [Row("horovod", rounds_ms=[2.0]), Row("exact", rounds_ms=[1.0]), Row("padded")]
+    report = bench_sparse.Report("sparse_all_reduce", "custom", 4, "eager", "float32", 4, {}, {}, [Result(table, rows)])
+    moved = traffic(table, 4)
+    derived = report.derived(report.results[0])
+    assert derived["exact"].speedup == 2 and derived["padded"] == bench_sparse.Reached()
+    assert derived["exact"].gb_s == pytest.approx(moved.bound * 40 / 1e-3 / 1e9)
+    assert derived["exact"].over_limit == pytest.approx(1e-3 / (moved.bound * 40 / 360e9))
+    assert report.behind(report.results[0]) == 2
+    said = report.as_json()["shapes"][0]
+    assert said["union"] == moved.union and said["bytes"]["rows_in"] == 40 * moved.rows_in
+    assert f"{moved.union} ids in all" in report.compared()[0]
+
+
+def measured(group, wrong):
+    """Every method on a small table; ``wrong``: what the operation returns is not the sum."""
+    right = fluxlike.sparse_all_reduce
+    if wrong:
+        fluxlike.sparse_all_reduce = lambda x, **how: (right(x, **how) * 1.5).coalesce()
+    every = ("horovod", "v6", "exact", "padded", "bf16_wire") if wrong else EVERY
+    try:
+        asked = bench.parse(["sparse_all_reduce", "--dtype", "float32", "--rounds", "1", "--methods", ",".join(every)], cuda=False)
+        run = bench.Bench(asked, Peers(), ranks.device())
+        found = run.shape(Table(30, 3, 10))["eager"]
+        return {row.method: row.status for row in found.rows}, run.bad
+    finally:
+        fluxlike.sparse_all_reduce = right
+
+
+@pytest.mark.skipif(ranks.TORCHRUN, reason="gloo alone has all of them")
+@pytest.mark.parametrize("wrong", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_every_method(wrong):
+    for statuses, bad in ranks.run_ranks(measured, ranks.POOL_SIZE, makes_groups=True, wrong=wrong):
+        ours = {"exact", "padded", "bf16_wire"}
+        assert bad == wrong and (wrong or set(statuses) == set(EVERY))
+        assert {name for name, status in statuses.items() if status == "WRONG"} == (ours if wrong else set())
+
+
+def places(group):
+    """Lists longer than a tile, ids before, at and behind the first tile in which they can be."""
+    union = torch.arange(0, 3000, 3)
+    for ids in (union[5::7], union[-3:], union[:1], union[::300], union[:0]):
+        for name, find in sparse_baselines.versions().items():
+            if name != "v2" or len(ids) < 5:
+                assert torch.equal(union[find(ids, union)], ids), name
+
+
+def test_places():
+    ranks.run_ranks(places, 1)
