@@ -173,11 +173,11 @@ def _sparse(ranks: int, rank: int, kind: str, call: int) -> bool:
     """Ids of one, two and all ranks, in several chunks; in some calls a rank has none, and may run ahead of the others."""
     sparse_all_reduce.TILE, sparse_all_reduce.COLUMNS, sparse_all_reduce.CHUNK, sparse_all_reduce.UNIT = 8, 2, 4, 8
     generator = torch.Generator().manual_seed(call)
-    whole = torch.zeros(40, 3)
+    whole = torch.zeros(16, 2)
     for source in range(ranks):
-        entries = 0 if kind == "empty" and call % ranks == source else 24
-        ids = torch.randint(0, 40, (entries,), generator=generator)
-        values = torch.randint(-9, 10, (entries, 3), generator=generator).float()
+        entries = 0 if kind == "empty" and call % ranks == source else 9
+        ids = torch.randint(0, 16, (entries,), generator=generator)
+        values = torch.randint(-9, 10, (entries, 2), generator=generator).float()
         whole.index_add_(0, ids, values)
         if source == rank:
             x = torch.sparse_coo_tensor(ids[None], values, whole.shape, check_invariants=True)

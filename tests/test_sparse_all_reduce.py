@@ -1,6 +1,7 @@
 """sparse_all_reduce: bit by bit against the reference; ids of all kinds, dtypes, modes, contexts, many calls; training; faults."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -47,9 +48,22 @@ def same_padded(got, right, entries, what=""):
     assert not values[union:].any() and (ids[:, union:] == (ids[:, union - 1 : union] if union else 0)).all(), what
 
 
-def fine(group, tile=32, columns=8, chunk=4, unit=8):
-    """Small tiles for contexts that are made from here on: so a few rows are many chunks."""
-    op_file.TILE, op_file.COLUMNS, op_file.CHUNK, op_file.UNIT = tile, columns, chunk, unit
+FINE = dict(TILE=32, COLUMNS=8, CHUNK=4, UNIT=8)
+
+
+def fine(body):
+    """Small tiles for contexts that are made in a body: so a few rows are many chunks."""
+
+    @functools.wraps(body)
+    def run(group, **how):
+        before = {name: getattr(op_file, name) for name in FINE}
+        vars(op_file).update(FINE)
+        try:
+            return body(group, **how)
+        finally:
+            vars(op_file).update(before)
+
+    return run
 
 
 def small(group):
@@ -117,8 +131,8 @@ def calls(draw, most):
     return dict(shape=(rows, width) if width else (rows,), ids=draw(st.lists(lists, min_size=4, max_size=4)))
 
 
+@fine
 def any_ids(group, shape, ids, op, seed):
-    fine(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     x = gradient(ids[rank], shape, seed=seed + rank)
     right = fluxlike.reference.sparse_all_reduce(x, op, group)
@@ -136,9 +150,9 @@ def test_any_ids(call, ranks, op, seed):
     assert all(result == results[0] for result in results)
 
 
+@fine
 def mixed(group, count, jitter=True):
     """Calls back to back, with ids and tables that change, and ranks that are late; repeats have the same bits."""
-    fine(group)
     rank = dist.get_rank(group)
     previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.02, delay=1e-3) if jitter else None)
     try:
@@ -290,7 +304,7 @@ def test_ranks_that_differ():
 
 def checked(group):
     fluxlike.init(heap="shm")
-    mixed(group, 3, jitter=False)
+    mixed(group, count=3, jitter=False)
     ahead(group)
     fluxlike.finalize()
 
@@ -351,9 +365,9 @@ def test_index_tables():
     assert table.owners[:5].tolist() == [0, 1, -1, -1, -1] and table.place[:3].tolist() == [0, 1, 3]
 
 
+@fine
 def scatters(group):
     """Rows of a table that are split evenly, unevenly, and so that the last ranks have none."""
-    fine(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for seed, shape in enumerate([(12, 3), (13,), (2, 3)]):
         ids = torch.randint(0, shape[0], (9 * (rank != 1),), generator=torch.Generator().manual_seed(10 * seed + rank)).tolist()
