@@ -53,9 +53,9 @@ class Tuner:
     """One run: every shape, its candidates in turns."""
 
     def __init__(self, asked: argparse.Namespace, peers: Peers, device: torch.device) -> None:
-        how = {"op": asked.op, "dtype": asked.dtype, "rounds": asked.rounds, "iters": None, "methods": [], "seconds": None}
+        how = {"op": asked.op, "suite": asked.suite, "dtype": asked.dtype, "rounds": asked.rounds}
         self.asked, self.peers = asked, peers
-        self.bench = Bench(argparse.Namespace(**how), peers, device)
+        self.bench = Bench(argparse.Namespace(**how, iters=None, methods=[], seconds=None), peers, device)
         self.budget = Budget(asked.budget)
         self.context: Any = None
 
