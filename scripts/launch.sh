@@ -47,7 +47,7 @@ if [ "$nnodes" = 1 ]; then
   where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
 else
   # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name.
-  read -r address is_host < <("$PYTHON" "$ROOT/scripts/address.py" "${rdzv%:*}") || die "$rdzv is no host that can be reached from here."
+  read -r address is_host < <("$PYTHON" "$ROOT/scripts/address.py" "${rdzv%:*}") || die "no way from here to the host of --rdzv $rdzv; give its name or address as this host knows it."
   where=(--nnodes="$nnodes" --local-addr="$address" --rdzv-endpoint="$rdzv" --rdzv-id="fluxlike-$rdzv" --rdzv-conf="is_host=$is_host")
 fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.

@@ -82,7 +82,7 @@ def create_ag_gemm_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    if len(resolve(group).nodes) > 1:
+    if resolve(group).spans:
         return nodes.NodesContext("ag_gemm", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
 
@@ -149,7 +149,7 @@ def call(
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k = x_shard.shape[1]
-    if len(control.nodes) > 1:
+    if control.spans:
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered)
@@ -205,7 +205,7 @@ def gather_beside(
     """
     control = resolve(group)
     nothing = x_shard.new_empty(0, x_shard.shape[1])
-    if len(control.nodes) > 1:  # what crosses the network takes no multiprocessor, but this rank must take part in it
+    if control.spans:  # what crosses the network takes no multiprocessor, but this rank must take part in it
         launch()
         return call(x_shard, nothing, group=group, return_gathered=True, m=m)[1]  # type: ignore[no-any-return]
     _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)

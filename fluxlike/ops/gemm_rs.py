@@ -85,7 +85,7 @@ def create_gemm_rs_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    if len(resolve(group).nodes) > 1:
+    if resolve(group).spans:
         return nodes.NodesContext("gemm_rs", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
 
@@ -151,7 +151,7 @@ def call(
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
     control = resolve(group) if ctx is None else ctx.control
-    if len(control.nodes) > 1:
+    if control.spans:
         return nodes.gemm_rs(control, ctx, x, weight, bias, group, out)
     with control.lock:
         if ctx is None:

@@ -68,11 +68,12 @@ class GroupContext:
         """
         self.op, self.world = op, world.current()
         self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
-        if control.board is None:
+        if control.spans:
             raise ValueError(
                 f"{op}: ranks {control.ranks} are on {len(control.nodes)} nodes, and only gemm_rs and ag_gemm go from node to "
                 "node; use a group of ranks of one node"
             )
+        assert control.board is not None
         self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
         self.stats = {"calls": 0, "launches": 0, "direct": 0, "products": 0}

@@ -83,6 +83,11 @@ class ControlGroup:
         _connections.add(self._gloo)
         _watch_forks()
 
+    @property
+    def spans(self) -> bool:
+        """Whether the ranks are on several nodes."""
+        return len(self.nodes) > 1
+
     @staticmethod
     def _limit() -> float:
         """Seconds for the ranks to come, as the environment has it now."""

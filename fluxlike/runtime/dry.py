@@ -64,7 +64,7 @@ class DryControl:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.ranks = rank, size, list(range(size))
         self.lock, self.board = threading.RLock(), DryBoard()
-        self.nodes = [self.ranks]
+        self.nodes, self.spans = [self.ranks], False
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value] * self.size

@@ -61,7 +61,7 @@ class World:
         """Tell a group which of its ranks are on which node, and connect the ranks of each; collective."""
         control.nodes = nodes.of_group([self.node_of[self.control.ranks.index(rank)] for rank in control.ranks], control.ranks)
         control.node = next(node for node, places in enumerate(control.nodes) if control.rank in places)
-        if len(control.nodes) > 1:
+        if control.spans:
             ranks = [control.ranks[place] for place in control.nodes[control.node]]
             control.local = ControlGroup(ranks, f"{control.name}/node {control.node}", None)
         control.local.board = CallBoard(control.local)
@@ -70,7 +70,7 @@ class World:
         """Start the race checker, if this run is to be checked."""
         checked = env.racecheck()
         error = ValueError("FLUXLIKE_RACECHECK=1 checks the ranks of one node; start it on one, without FLUXLIKE_VIRTUAL_NODES")
-        spans = checked and len(self.control.nodes) > 1
+        spans = checked and self.control.spans
         self.control.agree("fluxlike.init: FLUXLIKE_RACECHECK", checked, error if spans else None)
         if checked:
             from . import racehooks  # imports the interpreter, which a GPU does not need
