@@ -95,7 +95,7 @@ def test_every_method(wrong):
 
 def places(group):
     """Lists longer than a tile, ids before, at and behind the first tile in which they can be."""
-    union = torch.arange(0, 3000, 3)
+    union = torch.arange(0, 3000, 3, device=ranks.device())
     for ids in (union[5::7], union[-3:], union[:1], union[::300], union[:0]):
         for name, find in sparse_baselines.versions().items():
             if name != "v2" or len(ids) < 5:

@@ -104,7 +104,8 @@ def test_graphs(world, schedule):
 
 
 def no_growth_in_a_capture(group):
-    x, w = torch.zeros(16, 32, device=device()), torch.zeros(16, 32, device=device())
+    # wider than any call without a context before this test, whose context would do
+    x, w = torch.zeros(16, 32, device=device()), torch.zeros(2**18, 32, device=device())
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(RuntimeError, match="run this call once before the capture"), torch.cuda.graph(graph):
         fluxlike.gemm_rs(x, w, group=group)
@@ -186,7 +187,7 @@ def absent_rank(group, schedule, op, silent):
         assert time.monotonic() - since < 30
     finally:
         os.environ["FLUXLIKE_TIMEOUT_S"] = before
-    with fluxlike.create_gemm_rs_context(64, 64, group=group) as good:
+    with fluxlike.create_gemm_rs_context(64, 64, group=group, schedule="in_kernel") as good:
         RSCase(64, 64, [32] * size, torch.bfloat16, 2).check(good, group, "in_kernel")
     return rows_slice(4, size, rank).start
 

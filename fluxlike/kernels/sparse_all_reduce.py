@@ -62,10 +62,11 @@ def sum_entries(values, order, begin, end, columns, D: tl.constexpr):
     most = tl.max(end - begin)
     for turn in range(1, most, AHEAD):
         for step in tl.static_range(AHEAD):
-            more = begin + turn + step < end
-            entry = tl.load(order + begin + turn + step, mask=more, other=0)
-            part = tl.load(values + entry[:, None] * D + columns[None, :], mask=more[:, None] & inside, other=0.0)
-            total = tl.where(more[:, None], total + part.to(tl.float32), total)
+            entry = tl.load(order + begin + turn + step, mask=begin + turn + step < end, other=0)
+            # of its own, not that mask widened: Triton 3.6 gives the two uses different layouts and then fails (D = 64, 128)
+            more = begin[:, None] + turn + step < end[:, None]
+            part = tl.load(values + entry[:, None] * D + columns[None, :], mask=more & inside, other=0.0)
+            total = tl.where(more, total + part.to(tl.float32), total)
     return total
 
 

@@ -35,6 +35,7 @@ SHAPES = {
     "parts": (8192, 8192, 2048),
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
+    "slim": (1024, 64, 64),
 }
 
 
@@ -80,7 +81,7 @@ def cases(capability: int) -> list[Case]:
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
     if capability == 90:
-        found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow")]
+        found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
         for schedule in ("copy_engine", "in_kernel"):
             found.append(Case(op, schedule))
