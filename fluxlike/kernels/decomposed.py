@@ -28,10 +28,11 @@ def decomposed_credits_kernel(ctl, slot, rank, R: tl.constexpr):
     wait_credits(ctl, slot, rank, R)  # (C)
 
 
-@triton.jit(do_not_specialize=["slot", "rank", "source"])
-def ag_gemm_decomposed_arrived_kernel(full, ctl, slot, rank, source, R: tl.constexpr):
-    """What the stream holds behind this may read the shard of ``source``. One program."""
-    wait(full_flag(full, slot, source, 0, R), 1, ctl, rank, WAIT_SHARD, source, R)  # (B)
+@triton.jit(do_not_specialize=["slot", "rank", "first", "number"])
+def ag_gemm_decomposed_arrived_kernel(full, ctl, slot, rank, first, number, R: tl.constexpr):
+    """What the stream holds behind this may read the shards of ``number`` ranks from ``first`` on. One program."""
+    for source in range(first, first + number):
+        wait(full_flag(full, slot, source, 0, R), 1, ctl, rank, WAIT_SHARD, source, R)  # (B)
 
 
 @triton.jit(do_not_specialize=["M", "chunk_rows", "slot", "rank"])
@@ -66,7 +67,7 @@ def gemm_rs_decomposed_sum_kernel(
         r = row + tl.arange(0, BM)
         c = column + tl.arange(0, BN)
         at = own + r[:, None].to(tl.int64) * ld + c[None, :]
-        acc = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < N), other=0.0)
+        acc = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < N), other=0.0).to(tl.float32)
         acc = add_bias(acc, bias, has_bias, column, N, BN)
         acc = add_partials(acc, stage, slot, chunk_rows, row, column, rank, rows, ld, set_elements, R, BM, BN, False)
         store_block(out, acc.to(out.dtype.element_ty), row, column, rows, N, N, BM, BN)

@@ -74,10 +74,10 @@ def create_ag_gemm_context(
         k: most columns of the input. dtype: torch.bfloat16, torch.float16 or torch.float32, of input, weights and result.
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the shards: "copy_engine", "in_kernel", or "auto": what was measured, else expected, to be faster
-            (docs/tune.md). "sequential", for few rows: one exchange kernel, then the products by cuBLAS (`ops.sequential`); auto
-            knows it, too. "stream_k": in-kernel too, with the product cut into equal shares of k-steps
-            (`kernels.ag_gemm_stream_k`). "decomposed": by the copy engine, a whole shard at a time, and the products by cuBLAS,
-            one a shard (`ops.decomposed`). Auto chooses neither of these two.
+            (docs/tune.md). Two that leave the products to cuBLAS, from which auto chooses, too: "sequential", for few rows: one
+            exchange kernel, then the products (`ops.sequential`); "decomposed": shards by the copy engine, products beside them
+            (`ops.decomposed`). And one that auto does not choose: "stream_k", in-kernel, with the product cut into equal shares
+            of k-steps (`kernels.ag_gemm_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -247,9 +247,6 @@ def _run(
     beside: Callable[[], None] | None = None,
 ) -> None:
     """``full``: rows of a full chunk. ``beside``: what else is launched while the shards are on their way."""
-    if ctx.schedule == "decomposed":  # which a kept context, and so one with ``beside``, has not
-        decomposed.ag_gemm(ctx, x, weights, biases, results, gathered, full, _queue_copies)
-        return
     (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)
@@ -258,6 +255,9 @@ def _run(
     _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, beside is not None))
     if isinstance(plan, sequential.Plan):
         sequential.ag_gemm(ctx, plan, x, weights, biases, results, gathered)
+        return
+    if isinstance(plan, decomposed.Gather):
+        decomposed.ag_gemm(ctx, plan, x, weights, biases, results, gathered, full)
         return
     slot = ctx.start(plan.transport, plan.tile, M=m, K=k)
     shard, *operands = tiling.padded(operands, plan.padded)
@@ -288,7 +288,7 @@ def _plan(
     gathered: torch.Tensor | None,
     full: int,
     beside: bool,
-) -> _Plan | sequential.Plan:
+) -> _Plan | sequential.Plan | decomposed.Gather:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full)
     m, k = results[0].shape[0], operands[0].shape[1]
@@ -302,6 +302,8 @@ def _plan(
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
         return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full)
+    if transport == decomposed.NAME:
+        return decomposed.gather(ctx, rows, m, k, full, _queue_copies)
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)

@@ -3,9 +3,9 @@
 The knobs are those that the kernels have, no more: every schedule pushes (none pulls), gemm_rs computes the own chunk last and
 ag_gemm first. What is chosen:
 
-* ``transport``: who carries the data, one of `TRANSPORTS`; with "sequential" nothing else, as torch multiplies. The size of what
-  is signalled on its own goes with it: in_kernel a tile (gemm_rs) or a row of tiles (ag_gemm), copy_engine a chunk or one of its
-  ``subs`` parts.
+* ``transport``: who carries the data, one of `TRANSPORTS`; with those of `TORCH` nothing else, as torch multiplies. The size of
+  what is signalled on its own goes with it: in_kernel a tile (gemm_rs) or a row of tiles (ag_gemm), copy_engine a chunk or one of
+  its ``subs`` parts.
 * ``tile``: the tile of C with its order (``group_m``), depth, warps and stages: one of `tiles`.
 * ``subs``: parts of a chunk that a copy engine sends, each with its own signal.
 * ``pushers``: programs that push the shard while the others compute (ag_gemm, in_kernel).
@@ -30,11 +30,15 @@ from ..kernels.tiles import cdiv, chunk_rows
 from . import cost, sequential, tiling
 from .tiling import CPU, SMALL_ROWS, Tiling
 
+#: `ops.decomposed`, which looks at this module.
+DECOMPOSED = "decomposed"
 #: The transports of each operation. Where two are expected to take equally long, the earlier one is used.
 TRANSPORTS: dict[str, tuple[str, ...]] = {
-    "gemm_rs": ("copy_engine", "in_kernel", sequential.NAME),
-    "ag_gemm": ("copy_engine", "in_kernel", sequential.NAME),
+    "gemm_rs": ("copy_engine", "in_kernel", sequential.NAME, DECOMPOSED),
+    "ag_gemm": ("copy_engine", "in_kernel", sequential.NAME, DECOMPOSED),
 }
+#: Of them, those whose products are torch's.
+TORCH = (sequential.NAME, DECOMPOSED)
 #: Parts of a chunk; a power of two not above `tiling.MAX_SUBS`, so that slots sized for whole tiles hold every cut.
 SUBS = (1, 2, 4)
 #: How much faster another cut must be expected to be than that of the rule, which was measured on 4 GPUs only.
@@ -147,12 +151,12 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     tile, tma = choice.tile, tiling.is_large(problem.capability)
     if choice.transport not in TRANSPORTS[problem.op]:
         return f"{problem.op} has no transport {choice.transport!r}"
-    if choice.transport == sequential.NAME:
-        if choice != usual(problem, sequential.NAME):
+    if choice.transport in TORCH:
+        if choice != usual(problem, choice.transport):
             return "its tiles are torch's"
-        if problem.exchanged > sequential.LIMIT:
+        if choice.transport == sequential.NAME and problem.exchanged > sequential.LIMIT:
             return f"{problem.exchanged} bytes, of which it takes {sequential.LIMIT} at most"
-        return why_not_sequential(problem.capability, problem.dtype)
+        return why_not_torch(problem.capability, problem.dtype)
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))
     if tile.group_m not in GROUPS or tile not in known:
         return f"no tile {tile} for compute capability {problem.capability} and {problem.dtype}"
@@ -172,7 +176,7 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     return None
 
 
-def why_not_sequential(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+def why_not_torch(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Why auto makes no calls by torch's product, if it does not."""
     if capability == CPU:
         return "the CPU heap is for kernels of ours"
@@ -249,7 +253,7 @@ def choose(problem: Problem, schedule: str, table: Mapping[Shape, Choice]) -> Ch
 def usuals(problem: Problem) -> list[Choice]:
     """What auto chooses from without a table."""
     options = [usual(problem, transport) for transport in TRANSPORTS[problem.op]]
-    return [option for option in options if option.transport != sequential.NAME or why_not(problem, option) is None]
+    return [option for option in options if option.transport not in TORCH or why_not(problem, option) is None]
 
 
 def for_columns(problem: Problem, tile: Tiling, columns: int) -> Tiling:

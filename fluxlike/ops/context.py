@@ -22,7 +22,7 @@ from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: What a caller may ask for: what auto chooses from, and what it does not choose.
-SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k", "decomposed")
+SCHEDULES = ("auto", *dict.fromkeys(name for names in choice.TRANSPORTS.values() for name in names), "stream_k")
 
 
 def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -> Exception | None:
@@ -85,7 +85,7 @@ class Context(GroupContext):
         self.exchange: ExchangeContext | None = None
         self.scratch = torch.empty(16, dtype=dtype, device=self.device)
         self.engine = executor.copy_engine()
-        self.lanes = executor.lanes() if schedule == "decomposed" else Lanes()
+        self.lanes = executor.lanes() if schedule in ("auto", choice.DECOMPOSED) else Lanes()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
 
     def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
@@ -96,7 +96,7 @@ class Context(GroupContext):
 
     def make_exchange(self, elements: int) -> None:
         """Memory for calls with schedule "sequential", if there may be any; ``elements``: of all parts of a call. Collective."""
-        nbytes, why = elements * self.dtype.itemsize, choice.why_not_sequential(self.world.executor.capability, self.dtype)
+        nbytes, why = elements * self.dtype.itemsize, choice.why_not_torch(self.world.executor.capability, self.dtype)
         if self.schedule == "auto" and why is None:
             nbytes = min(nbytes, sequential.LIMIT)
         elif self.schedule != sequential.NAME:

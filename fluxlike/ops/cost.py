@@ -12,6 +12,7 @@ most within a tenth; the schedule that it picks within 2 % of the better one). F
   the programs have drifted apart and one computes while another stores (`DRIFT`), which still costs something (`BESIDE`).
 * ag_gemm, copy_engine: the shards arrive one after the other; what is left of the product comes behind the last.
 * sequential: torch's product, then or before an exchange (`exchange.seconds`).
+* decomposed: torch's products, one a chunk, and copies as above; gemm_rs then adds up the partial sums from memory.
 * ag_gemm, in_kernel: the pushers' programs are missing to the product, and all shards arrive together.
 
 Not in the model: clocks that fall under load (5 %), L2 cache, other work on the machine.
@@ -63,6 +64,8 @@ CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
 DRIFT = 5.0
 BESIDE = 0.12
+#: Of a call of `decomposed`, with its fork, join and signals; not measured yet.
+DECOMPOSED = 30e-6
 #: K of a context that does not know it.
 LARGE_K = 32768
 
@@ -146,13 +149,46 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
     return CALL + GATHER + max(product + pushers / programs * push, push + behind)
 
 
-def sequential(problem: "Problem", choice: "Choice") -> float:
+def _torch(problem: "Problem", rows: int) -> float:
+    """Seconds of torch's product with so many rows."""
     depth = problem.k if problem.op == "ag_gemm" else cdiv(problem.k or LARGE_K, problem.ranks)
     rate = GEMM_RATE * (FP32 if problem.dtype == torch.float32 else 1.0)
-    operations = 2 * problem.ranks * problem.rows * problem.columns * depth / rate
-    weight = problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE
+    operations = 2 * rows * problem.columns * depth / rate
+    return TORCH + max(operations, problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE)
+
+
+def sequential(problem: "Problem", choice: "Choice") -> float:
     part = exchange.seconds(problem.exchanged // problem.ranks, problem.ranks) if problem.ranks > 1 else 0.0
-    return TORCH + max(operations, weight) + part
+    return _torch(problem, problem.ranks * problem.rows) + part
+
+
+def _chunk_copy(problem: "Problem") -> float:
+    """Seconds of the copy of a chunk."""
+    return problem.exchanged // problem.ranks / COPY_RATE + COPY
+
+
+def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
+    ranks, product, sent = problem.ranks, _torch(problem, problem.rows), 0.0
+    for part in range(1, ranks):
+        sent = max(sent, part * product) + _chunk_copy(problem)
+    # the partial sums are read, the own one, too, and the result is written
+    added = (ranks + 1) * problem.exchanged / ranks / MEMORY_RATE
+    return CALL + DECOMPOSED + max(ranks * product, sent) + added
+
+
+def gathered_beside(problem: "Problem") -> bool:
+    """ag_gemm: whether the product of a rank's own shard is expected to outlast the arrival of all others."""
+    return (problem.ranks - 1) * _chunk_copy(problem) <= _torch(problem, problem.rows)
+
+
+def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
+    ranks, rows, end = problem.ranks, problem.rows, _torch(problem, problem.rows)
+    if gathered_beside(problem):  # in the middle there is a piece on either side
+        sides = [side for side in (ranks // 2, ranks - 1 - ranks // 2) if side]
+        return CALL + DECOMPOSED + end + sum(_torch(problem, rows * side) for side in sides)
+    for shard in range(1, ranks):
+        end = max(end, shard * _chunk_copy(problem)) + _torch(problem, rows)
+    return CALL + DECOMPOSED + end
 
 
 #: The model of each operation and transport.
@@ -160,7 +196,9 @@ MODELS: dict[tuple[str, str], Callable[["Problem", "Choice"], float]] = {
     ("gemm_rs", "copy_engine"): gemm_rs_copies,
     ("gemm_rs", "in_kernel"): gemm_rs_stores,
     ("gemm_rs", "sequential"): sequential,
+    ("gemm_rs", "decomposed"): gemm_rs_decomposed,
     ("ag_gemm", "copy_engine"): ag_gemm_copies,
     ("ag_gemm", "in_kernel"): ag_gemm_pushes,
     ("ag_gemm", "sequential"): sequential,
+    ("ag_gemm", "decomposed"): ag_gemm_decomposed,
 }

@@ -2,8 +2,8 @@
 
 Method: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
 2023 (Looped CollectiveEinsum), as torch has it under the name async tensor parallelism. The collective is cut into one copy a
-rank, the product into one a rank, and each product runs beside the copies that are not its own. No kernel of ours multiplies, so
-it is a baseline for those that do, and works where they are slow.
+rank, the product into one a rank, and each product runs beside the copies that are not its own. No kernel of ours multiplies: it is
+for sizes at which cuBLAS is faster, and where the wire is slow beside the product.
 
 Two *lanes* (`runtime.launches.Lanes`): the caller's stream and a second one, which take turns, so that a product begins on the
 multiprocessors that the last tiles of the one before leave idle. The copies have the copy engine's stream. Rank r of R queues::
@@ -11,12 +11,14 @@ multiprocessors that the last tiles of the one before leave idle. The copies hav
     ag_gemm   lane 1   credits, go
               lane 0   x_r · Wᵀ
               copies   wait for go; x_r to r-1, its ``full`` word; x_r to r-2, …
-              lanes    by turns, 1 first: arrived(r+1), x_{r+1} · Wᵀ; arrived(r+2), x_{r+2} · Wᵀ; …
+              lanes    by turns, 1 first: arrived(r+1), x_{r+1} · Wᵀ; arrived(r+2), x_{r+2} · Wᵀ; …; or, where all shards are
+                       expected before the own product ends (`cost.gathered_beside`): arrived(r+1 … R-1), their product;
+                       arrived(0 … r-1), theirs, since one product of many rows is faster than many of few
               both     end
 
     gemm_rs   lanes    by turns, 1 first: credits, partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1, go(R-2)
               copies   wait for go(0); ``local`` of r+1 to slot r of rank r+1, its ``full`` word; wait for go(1); …
-              lanes    the own chunk → ``own`` (fp32)
+              lanes    the own chunk → ``local``
               both     sum
 
 "credits", "arrived", "end" and "sum" are the kernels of `kernels.decomposed`; "go" is a word that the stream itself writes, since
@@ -42,7 +44,7 @@ Why it is sound.
   its writer is done. Words are reset before (D) and set again behind (C) of a later call.
 * ``local`` is read by copies behind (A), so behind the product that wrote it: go follows it in its lane. It is written again by the
   next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's x, which
-  ag_gemm's copies read, and puts the sum behind the product that wrote ``own``.
+  ag_gemm's copies read, and puts the sum behind the product of the own chunk.
 * Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's lanes
   only, which are queued before it is told to wait and have only such kernels and products in front of them. Nothing waits for what
   is queued later, on this rank or, as all ranks queue alike, on another: any number of streams may run at a time.
@@ -53,15 +55,16 @@ Why it is sound.
 
 Numerics. Products accumulate in fp32: on GPUs as cuBLAS does with torch's settings (``torch.backends.cuda.matmul``: by default it
 may add the parts of a split K in bf16 or fp16; fp32 as ``torch.set_float32_matmul_precision`` says), on CPUs by torch.mm in fp32.
-ag_gemm rounds once, behind the bias. gemm_rs: the own partial stays in fp32, the others are rounded to the dtype for the way; sum
-in fp32 in the order own, bias, r+1, r+2, …, rounded once. Nothing depends on the order of arrival: repeats give the same bits
-wherever torch.mm does.
+ag_gemm rounds once, behind the bias. gemm_rs: every partial sum is rounded to the dtype, the own one, too (kept in fp32 it
+took cuBLAS 2 % longer to write and the sum a sixth longer to read); sum in fp32 in the order own, bias, r+1, r+2, …, rounded once.
+Nothing depends on the order of arrival: repeats give the same bits wherever torch.mm does.
 
-Measured: ahead of the other schedules for the largest ag_gemm only, and held up by the host in eager calls; docs/performance.md.
+Measured: docs/performance.md.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -73,18 +76,23 @@ from ..kernels.decomposed import (
 )
 from ..kernels.tiles import cdiv, rows_of
 from ..runtime import racecheck
-from . import tiling
+from . import cost, tiling
+from .group import Prepared
 
 if TYPE_CHECKING:
+    from .ag_gemm import AGGemmContext
     from .context import Context
-    from .group import Prepared
+    from .gemm_rs import GemmRSContext
 
 NAME = "decomposed"
 #: How kernels of one program are compiled.
 _ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
+#: The blocks of a sum, and how many programs a multiprocessor has for them: that many loads keep its memory busy.
+_SUM = tiling.Tiling(16, 256, 0, 1, 8, 1, False)
+_SUMS = 4
 
 
-def _credits(ctx: "Context", slot: int) -> "Prepared":
+def _credits(ctx: "Context", slot: int) -> Prepared:
     return ctx.prepare(decomposed_credits_kernel, 1, (ctx.ctl, slot, ctx.rank), {"R": ctx.size}, _ONE, ())
 
 
@@ -93,135 +101,159 @@ def _go(ctx: "Context", unit: int) -> None:
     ctx.world.executor.write(ctx.ready.data_ptr() + 4 * unit, 1)
 
 
-class _Gather(NamedTuple):
-    """What ag_gemm launches in calls of one M and K. Each for the two slot sets; the inner lists from rank r+1 on."""
+class Piece(NamedTuple):
+    """Shards of other ranks that ag_gemm multiplies at once."""
 
-    credits: list["Prepared"]
-    arrived: list[list["Prepared"]]
-    end: list["Prepared"]
-    #: Where the shards arrive.
-    shards: list[list[torch.Tensor]]
+    #: Waits until they are there.
+    arrived: Prepared
+    #: They, and the row of the gathered input at which they begin.
+    shards: torch.Tensor
+    start: int
 
 
-def _gather(ctx: "Context", m: int, k: int, full: int) -> _Gather:
+class Gather(NamedTuple):
+    """What ag_gemm launches in calls of one kind; each for the two slot sets."""
+
+    credits: list[Prepared]
+    copies: list[Callable[[torch.Tensor], None]]
+    pieces: list[list[Piece]]
+    end: list[Prepared]
+
+
+def _sources(rank: int, ranks: int, holding: int, merged: bool) -> list[tuple[int, int]]:
+    """(first, number) of the shards in each piece, in the order of their arrival; ranks from ``holding`` on hold no rows."""
+    if merged:
+        pieces = [(rank + 1, holding - rank - 1), (0, min(rank, holding))]
+    else:
+        pieces = [((rank + step) % ranks, int((rank + step) % ranks < holding)) for step in range(1, ranks)]
+    return [(first, number) for first, number in pieces if number > 0]
+
+
+def gather(ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, queue_copies: Callable[..., None]) -> Gather:
+    """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``queue_copies`` of `ops.ag_gemm`."""
     ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
-    plan = _Gather([], [], [], [])
+    merged = cost.gathered_beside(ctx.problem(m, ctx.n, k))
+    plan = Gather([], [], [], [])
     for slot, data in enumerate(ctx.data.view(2, -1)):
-        slots = data[: ranks * full * ld].view(ranks, full, ld)
-        sources = [(rank + step) % ranks for step in range(1, ranks)]
-        waits = [(ctx.full, ctx.ctl, slot, rank, source) for source in sources]
+        slots = data[: ranks * full * ld].view(ranks * full, ld)
+        pieces = []
+        for first, number in _sources(rank, ranks, cdiv(m, full), merged):
+            args = (ctx.full, ctx.ctl, slot, rank, first, number)
+            arrived = ctx.prepare(ag_gemm_decomposed_arrived_kernel, 1, args, R, _ONE, ())
+            pieces.append(Piece(arrived, slots[first * full : min((first + number) * full, m), :k], first * full))
+        plan.pieces.append(pieces)
         plan.credits.append(_credits(ctx, slot))
-        plan.arrived.append([ctx.prepare(ag_gemm_decomposed_arrived_kernel, 1, wait, R, _ONE, ()) for wait in waits])
+        plan.copies.append(partial(queue_copies, ctx, rows, full, ld, 1, full, slot))
         plan.end.append(ctx.prepare(ag_gemm_decomposed_end_kernel, 1, (ctx.full, ctx.ctl, m, full, slot, rank), R, _ONE, ()))
-        plan.shards.append([slots[source, : rows_of(m, ranks, source, full), :k] for source in sources])
     return plan
 
 
 def ag_gemm(
-    ctx: "Context",
+    ctx: "AGGemmContext",
+    plan: Gather,
     x: torch.Tensor,
     weights: list[torch.Tensor],
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
-    queue_copies: Callable[..., None],
 ) -> None:
-    """A call of `ops.ag_gemm`, whose ``queue_copies`` tells the copy engine."""
-    (rows, k), m, ranks = x.shape, results[0].shape[0], ctx.size
-    ld = tiling.round_up(k, 16)
-    _, plan = ctx.plan((m, k, full), lambda: _gather(ctx, m, k, full))
-    slot = ctx.start(NAME, None, M=m, K=k)
+    """A call of `ops.ag_gemm`."""
+    slot = ctx.start(NAME, None, M=results[0].shape[0], K=x.shape[1])
 
-    def consume(shard: torch.Tensor, source: int) -> None:
-        start = source * full
+    def consume(rows: torch.Tensor, start: int) -> None:
         for w, bias, z in zip(weights, biases, results, strict=True):
-            ctx.multiply(shard, w, z[start : start + len(shard)], bias)
+            ctx.multiply(rows, w, z[start : start + len(rows)], bias)
         if gathered is not None:
-            racecheck.host_read(shard)
-            gathered[start : start + len(shard)].copy_(shard)
+            racecheck.host_read(rows)
+            gathered[start : start + len(rows)].copy_(rows)
 
     def begin() -> None:
-        if ranks > 1:
+        if ctx.size > 1:
             with ctx.lanes.of(1):
                 plan.credits[slot](())
                 _go(ctx, 0)
-        consume(x, ctx.rank)
+        consume(x, ctx.rank * full)
 
     def rest() -> None:
-        for step, (arrived, shard) in enumerate(zip(plan.arrived[slot], plan.shards[slot], strict=True), 1):
-            if len(shard) > 0:
-                with ctx.lanes.of(step):
-                    arrived(())
-                    consume(shard, (ctx.rank + step) % ranks)
+        for turn, piece in enumerate(plan.pieces[slot], 1):
+            with ctx.lanes.of(turn):
+                piece.arrived(())
+                consume(piece.shards, piece.start)
 
     with ctx.lanes.forked():
-        ctx.overlapped(begin, None, lambda: queue_copies(ctx, rows, full, ld, 1, full, slot, x) if ranks > 1 else None, rest)
+        ctx.overlapped(begin, None, lambda: plan.copies[slot](x) if ctx.size > 1 else None, rest)
     plan.end[slot](())
 
 
-class _Scatter(NamedTuple):
-    """What gemm_rs launches in calls of one kind; ``credits`` and ``sum`` for the two slot sets."""
+class Scatter(NamedTuple):
+    """What gemm_rs launches in calls of one kind; ``credits``, ``copies`` and ``sum`` for the two slot sets."""
 
-    credits: list["Prepared"]
-    sum: list["Prepared"]
-    #: Where the partial sums of the others' chunks go, from rank r+1 on, and that of the own one.
-    partials: list[torch.Tensor]
-    own: torch.Tensor
+    credits: list[Prepared]
+    copies: list[Callable[[], None]]
+    sum: list[Prepared]
+    #: Where the partial sums go: (first row of the chunk, those), from rank r+1 on, and last the own ones.
+    partials: list[tuple[int, torch.Tensor]]
 
 
-def _scatter(ctx: Any, m: int, bias: torch.Tensor | None, y: torch.Tensor, full: int) -> _Scatter:
+def scatter(
+    ctx: "GemmRSContext", m: int, bias: torch.Tensor | None, y: torch.Tensor, full: int, queue_copies: Callable[..., None]
+) -> Scatter:
+    """For calls with ``m`` rows in all, ``full`` in a full chunk; ``queue_copies`` of `ops.gemm_rs`."""
+    if ctx.size == 1:
+        return Scatter([], [], [], [])
     (rows, n), rank, ranks = y.shape, ctx.rank, ctx.size
     ld = tiling.round_up(n, 16)
-    on_cpu = ctx.world.executor.capability == tiling.CPU
-    tile = tiling.Tiling(64, 128, 0, 1, 1, 1, False) if on_cpu else tiling.Tiling(16, 128, 0, 1, 8, 1, False)
+    local = ctx.local[: ranks * full * ld].view(ranks, full, ld)
     args = (
-        ctx.own, ctx.data, y if bias is None else bias, y, ctx.full, ctx.ctl,
+        local[rank], ctx.data, y if bias is None else bias, y, ctx.full, ctx.ctl,
         n, ld, ctx.set_elements, full, rows, int(bias is not None), rank,
     )  # fmt: skip
-    constants = dict(R=ranks, BM=tile.bm, BN=tile.bn, VEC=n % 16 == 0)
-    programs = ctx.programs(cdiv(rows, tile.bm) * cdiv(n, tile.bn))
-    plan = _Scatter([], [], [], ctx.own[: full * ld].view(full, ld)[:rows, :n])
+    constants = dict(R=ranks, BM=_SUM.bm, BN=_SUM.bn, VEC=n % 16 == 0)
+    blocks = cdiv(rows, _SUM.bm) * cdiv(n, _SUM.bn)
+    plan = Scatter([], [], [], [])
     for slot in (0, 1):
         plan.credits.append(_credits(ctx, slot))
-        plan.sum.append(ctx.prepare(gemm_rs_decomposed_sum_kernel, programs, (*args, slot), constants, tile, (2, 3)))
-    for step in range(1, ranks):
+        plan.copies.append(partial(queue_copies, ctx, m, full, full, ld, 1, full, 1, slot))
+        programs = min(max(blocks, 1), _SUMS * ctx.programs(blocks))
+        plan.sum.append(ctx.prepare(gemm_rs_decomposed_sum_kernel, programs, (*args, slot), constants, _SUM, (2, 3)))
+    for step in range(1, ranks + 1):
         owner = (rank + step) % ranks
-        local = ctx.local[: ranks * full * ld].view(ranks, full, ld)
-        plan.partials.append(local[owner, : rows_of(m, ranks, owner, full), :n])
+        plan.partials.append((owner * full, local[owner, : rows_of(m, ranks, owner, full), :n]))
     return plan
 
 
 def gemm_rs(
-    ctx: Any,
+    ctx: "GemmRSContext",
+    number: int,
+    plan: Scatter,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    full: int,
-    queue_copies: Callable[..., None],
 ) -> None:
-    """A call of `ops.gemm_rs`, whose ``queue_copies`` tells the copy engine."""
-    m, n, ranks = x.shape[0], y.shape[1], ctx.size
-    ld = tiling.round_up(n, 16)
-    number, plan = ctx.plan((m, full, tiling.kind(bias), tiling.kind(y)), lambda: _scatter(ctx, m, bias, y, full))
-    slot = ctx.start(NAME, None, M=m, N=n)
+    """A call of `ops.gemm_rs`, as plan ``number`` has it."""
+    slot = ctx.start(NAME, None, M=x.shape[0], N=weight.shape[0])
+    if ctx.size == 1:
+        ctx.multiply(x, weight, y, bias)
+        return
 
-    def product(owner: int, out: torch.Tensor) -> None:
-        ctx.multiply(x[owner * full : owner * full + len(out)], weight, out)
+    def product(step: int) -> None:
+        start, out = plan.partials[step - 1]
+        ctx.multiply(x[start : start + len(out)], weight, out)
 
     def begin() -> None:
-        for step, partial in enumerate(plan.partials, 1):
+        for step in range(1, ctx.size):
             with ctx.lanes.of(step):
                 if step == 1:
                     plan.credits[slot](())
-                product((ctx.rank + step) % ranks, partial)
+                product(step)
                 _go(ctx, step - 1)
 
     def rest() -> None:
-        with ctx.lanes.of(ranks):
-            product(ctx.rank, plan.own)
+        with ctx.lanes.of(ctx.size):
+            product(ctx.size)
 
     with ctx.lanes.forked():
-        ctx.overlapped(begin, (number, slot), lambda: queue_copies(ctx, m, full, full, ld, 1, full, 1, slot), rest)
+        ctx.overlapped(begin, (number, slot), plan.copies[slot], rest)
     plan.sum[slot]((y if bias is None else bias, y))

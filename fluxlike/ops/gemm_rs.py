@@ -49,10 +49,10 @@ class GemmRSContext(Context):
             flags = (cdiv(rows, tiling.MIN_TILE) + 1) * cdiv(n, tiling.MIN_TILE)
             super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
         #: Of the copy engine: the partial sums that it takes to their owners.
-        copies = schedule in ("auto", "copy_engine", "decomposed") and control.size > 1
+        copies = schedule in ("auto", "copy_engine", decomposed.NAME) and control.size > 1
         self.local = torch.empty(self.set_elements if copies else 16, dtype=dtype, device=self.device)
-        #: Of stream_k and decomposed: this rank's partial sum of its own rows.
-        own = self.set_elements // control.size if schedule in ("stream_k", "decomposed") else 16
+        #: Of stream_k: this rank's partial sum of its own rows.
+        own = self.set_elements // control.size if schedule == "stream_k" else 16
         self.own = torch.empty(own, dtype=torch.float32, device=self.device)
         for name in ("local", "own"):
             racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
@@ -77,10 +77,10 @@ def create_gemm_rs_context(
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
             kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
-            "sequential", for few rows: one product by cuBLAS, then one exchange kernel (`ops.sequential`); auto knows it, too.
-            "stream_k": in-kernel too, with the product cut into equal shares of k-steps (`kernels.gemm_rs_stream_k`).
-            "decomposed": by the copy engine, a whole chunk at a time, and the products by cuBLAS, one a chunk (`ops.decomposed`).
-            Auto chooses neither of these two.
+            Two that leave the products to cuBLAS, from which auto chooses, too: "sequential", for few rows: one product, then one
+            exchange kernel (`ops.sequential`); "decomposed": one product a chunk, each chunk by the copy engine (`ops.decomposed`).
+            And one that auto does not choose: "stream_k", in-kernel, with the product cut into equal shares of k-steps
+            (`kernels.gemm_rs_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -181,13 +181,13 @@ class _Plan(NamedTuple):
 def _run(
     ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> None:
-    if ctx.schedule == "decomposed":
-        decomposed.gemm_rs(ctx, x, weight, bias, y, full, _queue_copies)
-        return
     kinds = full, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
     number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full))
     if isinstance(plan, sequential.Plan):
         sequential.gemm_rs(ctx, plan, x, weight, bias, y)
+        return
+    if isinstance(plan, decomposed.Scatter):
+        decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
     slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
     x, weight = tiling.padded((x, weight), plan.padded)
@@ -200,7 +200,7 @@ def _run(
 
 def _plan(
     ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
-) -> _Plan | sequential.Plan:
+) -> _Plan | sequential.Plan | decomposed.Scatter:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, x, weight, bias, y, full)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
@@ -209,6 +209,8 @@ def _plan(
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
         return sequential.plan(ctx, m, n, y, full)
+    if transport == decomposed.NAME:
+        return decomposed.scatter(ctx, m, bias, y, full, _queue_copies)
     tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)
     x, weight = tiling.padded((x, weight), padded)
     ld = tiling.round_up(n, 16)

@@ -229,13 +229,11 @@ class CudaExecutor:
         return CudaLanes(self.device)
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """out = a · wᵀ (+ bias) by cuBLAS, as torch is set to use it, on the current stream. ``out``: any rows, also in fp32.
+        """out = a · wᵀ (+ bias) by cuBLAS, as torch is set to use it, on the current stream. The rows of ``out`` may lie apart.
 
         The forms with ``out`` are those that autocast leaves alone.
         """
-        if out.dtype != a.dtype:
-            torch.mm(a, w.T, out_dtype=out.dtype, out=out)
-        elif bias is None:
+        if bias is None:
             torch.mm(a, w.T, out=out)
         else:
             torch.addmm(bias, a, w.T, out=out)
