@@ -41,7 +41,8 @@ def shortlist(problem: Problem, most: int = MOST) -> list[Choice]:
     groups = {tile.group_m for tile in choice.tiles(problem.capability, problem.dtype)}
     possible = choice.candidates(problem)
     plain = [made for made in possible if made.tile.group_m in groups]
-    others = [replace(usual[0], tile=replace(usual[0].tile, group_m=group)) for group in choice.GROUPS]
+    ours = next(made for made in usual if made.transport not in choice.TORCH)  # torch's tiles are not for us to choose
+    others = [replace(ours, tile=replace(ours.tile, group_m=group)) for group in choice.GROUPS]
     limit = HOPELESS * choice.predict(problem, usual[0])
     order = dict.fromkeys([*usual, *plain[: max(most - len(usual) - len(others) + 1, 0)], *others, *plain])
     return [made for made in order if made in usual or (made in possible and choice.predict(problem, made) <= limit)][:most]
