@@ -5,8 +5,7 @@ Method: Wang et al., "Overlap Communication with Dependent Computation via Decom
 rank, the product into one a rank, and each product runs beside the copies that are not its own. No kernel of ours multiplies: it is
 for sizes at which cuBLAS is faster, and where the wire is slow beside the product.
 
-Two *lanes* (`runtime.launches.Lanes`): the caller's stream and a second one, which take turns, so that a product begins on the
-multiprocessors that the last tiles of the one before leave idle. The copies have the copy engine's stream. Rank r of R queues::
+Rank r of R queues, beside the copies, which have the copy engine's stream::
 
     ag_gemm   lane 1   credits, go
               lane 0   x_r · Wᵀ
@@ -16,15 +15,14 @@ multiprocessors that the last tiles of the one before leave idle. The copies hav
                        arrived(0 … r-1), theirs, since one product of many rows is faster than many of few
               both     end
 
-    gemm_rs   lane 0   credits
-              lanes    by turns, 0 first: partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1, go(R-2)
+    gemm_rs            credits; partial of chunk r+1 → ``local``, go(0); of r+2, go(1); …; of r-1, go(R-2); of the own chunk
               copies   wait for go(0); ``local`` of r+1 to slot r of rank r+1, its ``full`` word; wait for go(1); …
-              lanes    the own chunk → ``local``
-              both     sum
+                       sum
 
-What is queued first in gemm_rs must also run first, or the copies end late: the credits are in front of both lanes, and the first
-product is in the lane that does not begin behind an event. With the credits in lane 1 the own chunk, which nobody waits for, was
-computed first, and 200 µs of copies came behind everything at 8192×8192×8192 on two GPUs.
+The two *lanes* of ag_gemm (`runtime.launches.Lanes`) are the caller's stream and a second one, which take turns, so that a product
+begins on the multiprocessors that the last tiles of the one before leave idle. gemm_rs has one stream: on two, a GPU computes two
+products at a time, which end together, and then the copies of both are left over. (At 8192×8192×8192 on two GPUs 1010 µs, 180 more
+than the product; of this record's other statements on speed see docs/performance.md.)
 
 "credits", "arrived", "end" and "sum" are the kernels of `kernels.decomposed`; "go" is a word that the stream itself writes, since
 a kernel behind a product would have to find a place beside the next one, which fills the GPU. Three things differ from the paper
@@ -49,12 +47,12 @@ Why it is sound.
   its writer is done. Words are reset before (D) and set again behind (C) of a later call.
 * ``local`` is read by copies behind (A), so behind the product that wrote it: go follows it in its lane. It is written again by the
   next call, which begins behind the join of the copies' stream and of both lanes. The same join keeps the caller's x, which
-  ag_gemm's copies read, and puts the sum behind the product of the own chunk.
-* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's lanes
-  only, which are queued before it is told to wait and have only such kernels and products in front of them. Nothing waits for what
+  ag_gemm's copies read.
+* Each wait ends. Those in kernels are bounded and name the peer (PeerTimeout); the copy engine waits for words of this rank's
+  streams only, queued before it is told to wait and have only such kernels and products in front of them. Nothing waits for what
   is queued later, on this rank or, as all ranks queue alike, on another: any number of streams may run at a time.
-* Who waits keeps nobody from working. The sum may hold all multiprocessors while it waits for the peers; it begins behind the join,
-  so behind all products and copies that the peers wait for. Beside it only kernels of one program wait.
+* Who waits keeps nobody from working. The sum may hold all multiprocessors while it waits for the peers; it begins behind all
+  products, and no multiprocessor copies. Beside it only kernels of one program wait.
 * CUDA graphs: call numbers are on the device, the slot set is frozen at capture, as with schedule "copy_engine". The second lane
   is forked from the captured stream and joined to it.
 
@@ -248,16 +246,10 @@ def gemm_rs(
         ctx.multiply(x[start : start + len(out)], weight, out)
 
     def begin() -> None:
+        plan.credits[slot](())
         for step in range(1, ctx.size):
-            with ctx.lanes.of(step - 1):
-                product(step)
-                _go(ctx, step - 1)
+            product(step)
+            _go(ctx, step - 1)
 
-    def rest() -> None:
-        with ctx.lanes.of(ctx.size - 1):
-            product(ctx.size)
-
-    plan.credits[slot](())
-    with ctx.lanes.forked():
-        ctx.overlapped(begin, (number, slot), plan.copies[slot], rest)
+    ctx.overlapped(begin, (number, slot), plan.copies[slot], lambda: product(ctx.size))
     plan.sum[slot]((y if bias is None else bias, y))
