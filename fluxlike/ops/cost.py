@@ -12,14 +12,15 @@ most within a tenth; the schedule that it picks within 2 % of the better one). F
   the programs have drifted apart and one computes while another stores (`DRIFT`), which still costs something (`BESIDE`).
 * ag_gemm, copy_engine: the shards arrive one after the other; what is left of the product comes behind the last.
 * sequential: torch's product, then or before an exchange (`exchange.seconds`).
-* decomposed: torch's products, one a chunk, and copies as above; gemm_rs then adds up the partial sums from memory.
+* decomposed: torch's products, one a chunk, and copies as above; gemm_rs then adds up the partial sums from memory. Whether a
+  call is in a graph is not known, so it takes as long as the host does at least.
 * ag_gemm, in_kernel: the pushers' programs are missing to the product, and all shards arrive together.
 
 Not in the model: clocks that fall under load (5 %), L2 cache, other work on the machine.
 """
 
 from collections.abc import Callable
-from math import log2
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,10 +32,10 @@ from .tiling import NARROW
 if TYPE_CHECKING:
     from .choice import Choice, Problem
 
-#: Operations a second of a bf16 product by cuBLAS on the whole GPU, measured: cool, and as calls of torch's products reach it in a
-#: row (665 to 690 from 0.3 ms on, 750 below 0.1 ms).
+#: Operations a second of a bf16 product by cuBLAS on the whole GPU, measured; and, one after the other, of those so long (665 to
+#: 690 from 0.3 ms on, 750 below 0.1 ms).
 GEMM_RATE = 730e12
-TORCH_RATE = 690e12
+LONG, LONG_RATE = 0.25e-3, 690e12
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured.
 COPY_RATE = 340e9
 #: Bytes a second that stores of kernels bring to the peers together: 64 programs on an idle GPU moved 335 GB/s, measured.
@@ -66,8 +67,10 @@ CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
 DRIFT = 5.0
 BESIDE = 0.12
-#: Of a call of `decomposed` with its signals; fitted to ag_gemm on two GPUs.
-DECOMPOSED = 12e-6
+#: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted to two GPUs.
+SUMMED, GATHERED = 25e-6, 12e-6
+#: Seconds that the host takes for such a call, and for each rank's part of it; 160 to 250 with two ranks, on several hosts.
+HOST, HOST_PART = 110e-6, 45e-6
 #: K of a context that does not know it.
 LARGE_K = 32768
 
@@ -154,9 +157,12 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
 def _torch(problem: "Problem", rows: int) -> float:
     """Seconds of torch's product with so many rows."""
     depth = problem.k if problem.op == "ag_gemm" else cdiv(problem.k or LARGE_K, problem.ranks)
-    rate = TORCH_RATE * (FP32 if problem.dtype == torch.float32 else 1.0)
-    operations = 2 * rows * problem.columns * depth / rate
-    return TORCH + max(operations, problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE)
+    operations = 2 * rows * problem.columns * depth / (FP32 if problem.dtype == torch.float32 else 1.0)
+    seconds = operations / (LONG_RATE if operations > LONG * GEMM_RATE else GEMM_RATE)
+    waves = cdiv(rows, 128) * cdiv(problem.columns, 256) / problem.programs
+    if 0.5 < waves < 2 and problem.dtype != torch.float32:  # fewer tiles are split, more are of other sizes
+        seconds = max(seconds, ceil(waves) * (2 * 128 * 256 * depth / TILE_RATE + TILE_END))
+    return TORCH + max(seconds, problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE)
 
 
 def sequential(problem: "Problem", choice: "Choice") -> float:
@@ -175,7 +181,7 @@ def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
     added = (ranks + 1) * problem.exchanged / ranks / MEMORY_RATE
-    return CALL + DECOMPOSED + max(ranks * product, sent) + added
+    return max(CALL + SUMMED + max(ranks * product, sent) + added, HOST + ranks * HOST_PART)
 
 
 def gathered_beside(problem: "Problem") -> bool:
@@ -187,10 +193,11 @@ def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
     ranks, rows, end = problem.ranks, problem.rows, _torch(problem, problem.rows)
     if gathered_beside(problem):  # in the middle there is a piece on either side
         sides = [side for side in (ranks // 2, ranks - 1 - ranks // 2) if side]
-        return CALL + DECOMPOSED + end + sum(_torch(problem, rows * side) for side in sides)
-    for shard in range(1, ranks):
-        end = max(end, shard * _chunk_copy(problem)) + _torch(problem, rows)
-    return CALL + DECOMPOSED + end
+        end += sum(_torch(problem, rows * side) for side in sides)
+    else:
+        for shard in range(1, ranks):
+            end = max(end, shard * _chunk_copy(problem)) + _torch(problem, rows)
+    return max(CALL + GATHERED + end, HOST + ranks * HOST_PART)
 
 
 #: The model of each operation and transport.
