@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fluxlike
 from fluxlike.ops import sparse_all_reduce as op_file
-from fluxlike.ops import sparse_index
 from fluxlike.runtime import programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -351,18 +350,6 @@ def captured(group):
 @pytest.mark.gpu
 def test_padded_waits_for_nothing():
     run_ranks(captured, 2)
-
-
-def test_index_tables():
-    """What the kernel reads, of ids that anybody can place."""
-    here = [sparse_index.local(torch.tensor(ids, dtype=torch.int32), 4) for ids in ([7, 2, 7, 5], [5], [2, 9, 5])]
-    assert here[0].order.tolist() == [1, 3, 0, 2] and here[0].starts[:4].tolist() == [0, 1, 2, 4]
-    messages = torch.stack([each.message for each in here])
-    assert messages[:, 0].tolist() == [3, 1, 3]
-    table = sparse_index.table(messages, 2, True)
-    assert table.ids.tolist() == [2, 5, 7] + [9] * 9 and table.meta.tolist() == [4, 3, 3, 2]
-    assert table.slots[:5].tolist() == [[0, -1, 0], [1, 0, 1], [2, -1, -1], [-1, -1, 2], [-1, -1, -1]]
-    assert table.owners[:5].tolist() == [0, 1, -1, -1, -1] and table.place[:3].tolist() == [0, 1, 3]
 
 
 @fine

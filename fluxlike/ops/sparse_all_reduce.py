@@ -143,13 +143,13 @@ class SparseAllReduceContext(EpochContext):
         joined.enter_context(self._lanes.forked())
         try:
             with self._lanes.of(1), torch.no_grad():
-                local = sparse_index.local(ids.to(sparse_index.key_dtype(table_rows)), capacity)
+                local = sparse_index.local(self, ids, capacity, sparse_index.key_dtype(table_rows))
                 messages = torch.empty(self.size, local.message.numel(), dtype=local.message.dtype, device=self.device)
                 self._gather(local.message, messages)
                 if scatter:
-                    table = sparse_index.shard(messages, self.rank, chunk_rows(table_rows, self.size))
+                    table = sparse_index.shard(self, messages, chunk_rows(table_rows, self.size))
                 else:
-                    table = sparse_index.table(messages, self.rank, self.owned)
+                    table = sparse_index.table(self, messages, self.owned)
                 read = list if self.world.executor.is_capturing() else self.world.executor.read_later(table.meta)
         except BaseException as error:
             joined.close()
@@ -455,7 +455,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
     if ctx.table_rows is not None:
         ctx.fit(ids.numel(), ctx.rows)
     pending = ctx.take(ids, ctx.rows, table_rows, scatter)
-    union, _, most, _ = pending.read()
+    union, _, most = pending.read()
     if most > ctx.rows:  # on all ranks: they have read the same
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
         pending = ctx.take(ids, ctx.rows, table_rows, scatter)

@@ -1,26 +1,38 @@
-"""Which rank has which ids, for the kernel of `kernels/sparse_all_reduce.py`: by torch, without a word from the host.
+"""Which rank has which ids, for the kernel of `kernels/sparse_all_reduce.py`, without a word from the host.
 
 The *slots* of a rank are its distinct ids in ascending order, the *union rows* those of all ranks. `local` finds the slots, whose
-ids are exchanged; `table` merges the ids of all ranks. Sizes are those of the capacity, not of the ids, so nothing synchronises,
-and all of it can be captured in a CUDA graph. All results are the same on every repeat: writes to one place all write the same, but
-for places behind the end, which nobody reads.
+ids are exchanged; `table` merges the ids of all ranks: torch sorts, `kernels/sparse_index.py` does the rest. Sizes are those of the
+capacity, not of the ids, so nothing synchronises, and all of it can be captured in a CUDA graph. The same on every repeat.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..kernels import sparse_index as kernels
+from ..kernels.tiles import cdiv
+from .exchange import Compiled
+from .group import Prepared
+
+if TYPE_CHECKING:
+    from .group import GroupContext
+
 #: Words of a rank's message in front of its ids: their number, and none.
-HEAD = 4
+HEAD = kernels.HEAD.value
+#: A multiple of which lists of entries have keys.
+ROOM = 256
+#: Keys of a block at least, and blocks of a list at most.
+BLOCK, BLOCKS = 1024, 4096
+_COMPILED = Compiled(warps=4)
 
 
 class Local(NamedTuple):
     """The entries of this rank; see `sparse_all_reduce_kernel`."""
 
-    #: Entries in the order of their ids, those of one id in the order in which they came: int64 [entries].
+    #: Entries in the order of their ids, those of one id in the order in which they came: int64, [entries] or longer.
     order: torch.Tensor
-    #: Where the entries of each slot begin in it: int32 [capacity + 2], the last one for nothing.
+    #: Where the entries of each slot begin in it, and those of the last one end: int32 [capacity + 1].
     starts: torch.Tensor
     #: What the other ranks need: [HEAD + capacity], the number of distinct ids and those that there is room for.
     message: torch.Tensor
@@ -31,15 +43,15 @@ class Table(NamedTuple):
 
     #: int64 [ranks · capacity]: the ids in ascending order, the last one again and again behind them (0 where there is none).
     ids: torch.Tensor
-    #: int32 [ranks · capacity + 1, ranks].
+    #: int32 [ranks · capacity, ranks].
     slots: torch.Tensor
     #: int32 [capacity].
     targets: torch.Tensor
-    #: int32 [capacity + 1].
+    #: int32 [capacity].
     place: torch.Tensor
     #: int32 [ranks · capacity].
     owners: torch.Tensor
-    #: int64 [4]: ids of the union, slots of this rank, the most distinct ids that any rank has, ids that at least two ranks have.
+    #: int64 [3]: ids of the union, slots of this rank, the most distinct ids that any rank has.
     meta: torch.Tensor
 
 
@@ -57,61 +69,92 @@ def key_dtype(rows: int) -> torch.dtype:
     return torch.int32 if rows < torch.iinfo(torch.int32).max else torch.int64
 
 
-def local(ids: torch.Tensor, capacity: int) -> Local:
-    """The slots of ``ids`` [entries], of which those beyond ``capacity`` are left out."""
-    device = ids.device
-    keys, order = torch.sort(ids, stable=True)
-    entries = ids.numel()
-    first = torch.ones_like(keys, dtype=torch.bool)
-    first[1:] = keys[1:] != keys[:-1]
-    slot = torch.cumsum(first, 0) - 1
-    at = slot.clamp_max(capacity)
-    message = torch.full((HEAD + capacity + 1,), torch.iinfo(ids.dtype).max, dtype=ids.dtype, device=device)
-    message.scatter_(0, at + HEAD, keys)
-    message[0:1] = slot[-1:] + 1 if entries else 0
-    starts = torch.full((capacity + 2,), entries, dtype=torch.int32, device=device)
-    position = torch.arange(entries, dtype=torch.int32, device=device)
-    starts.scatter_(0, torch.where(first & (slot <= capacity), slot, capacity + 1), position)
-    return Local(order, starts, message[: HEAD + capacity])
+def _bucket(entries: int) -> int:
+    """A length for lists of so many ids, one for many numbers of them: what is launched for a length is kept."""
+    step = max(ROOM, (1 << entries.bit_length()) // 8)
+    return max(cdiv(entries, step), 1) * step
 
 
-def shard(messages: torch.Tensor, rank: int, chunk: int) -> Table:
+def _blocks(number: int) -> tuple[int, int, int]:
+    """Keys of a block, number of blocks, and that rounded up to a power of two."""
+    block = max(BLOCK, 1 << (cdiv(number, BLOCKS) - 1).bit_length())
+    blocks = cdiv(number, block)
+    return block, blocks, 1 << (blocks - 1).bit_length()
+
+
+def _end(dtype: torch.dtype) -> int:
+    """What is no id and stands behind all."""
+    return torch.iinfo(dtype).max
+
+
+def local(ctx: "GroupContext", ids: torch.Tensor, capacity: int, dtype: torch.dtype) -> Local:
+    """The slots of ``ids`` [entries], of which those beyond ``capacity`` are left out; as keys of ``dtype``."""
+    number, end = _bucket(ids.numel()), _end(dtype)
+    padded = torch.empty(number, dtype=dtype, device=ids.device)
+    padded[: ids.numel()].copy_(ids)
+    padded[ids.numel() :].fill_(end)
+    keys, order = torch.sort(padded, stable=True)
+    block, programs, blocks = _blocks(number)
+    counts = torch.empty(2 * programs, dtype=torch.int32, device=ids.device)
+    starts = torch.empty(capacity + 1, dtype=torch.int32, device=ids.device)
+    message = torch.empty(HEAD + capacity, dtype=dtype, device=ids.device)
+    tensors = keys, counts, starts, message
+
+    def launches() -> list[Prepared]:
+        kinds: tuple[tuple[Any, tuple[int, ...], dict[str, int]], ...] = (
+            (kernels.sparse_index_count_kernel, (number, capacity + 1, number, HEAD + capacity), {}),
+            (kernels.sparse_index_slots_kernel, (number, capacity), {"BLOCKS": blocks}),
+        )
+        return [
+            ctx.prepare(kernel, programs, (*tensors, *sizes), dict(END=end, B=block, **more), _COMPILED, (0, 1, 2, 3))
+            for kernel, sizes, more in kinds
+        ]
+
+    for launch in ctx.plan(("local", number, capacity, dtype), launches)[1]:
+        launch(tensors)
+    return Local(order, starts, message)
+
+
+def shard(ctx: "GroupContext", messages: torch.Tensor, chunk: int) -> Table:
     """`table` of the ids that belong to this rank, as ids below ``chunk``: id i belongs to rank i // chunk, who alone reads it."""
-    ids, end = messages[:, HEAD:], torch.iinfo(messages.dtype).max
+    ids, end, rank = messages[:, HEAD:], _end(messages.dtype), ctx.rank
     mine = (ids >= rank * chunk) & (ids < (rank + 1) * chunk)  # the end of a list is behind all
     kept = torch.cat([messages[:, :HEAD], torch.where(mine, ids - rank * chunk, end)], 1)
-    return table(kept, rank, False)._replace(targets=(messages[rank, HEAD:] // chunk).to(torch.int32))
+    return table(ctx, kept, False)._replace(targets=(messages[rank, HEAD:] // chunk).to(torch.int32))
 
 
-def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
+def table(ctx: "GroupContext", messages: torch.Tensor, owned: bool) -> Table:
     """The union of the ids in ``messages`` [ranks, HEAD + capacity]. ``owned``: ids of several ranks get owners."""
     ranks, capacity = messages.shape[0], messages.shape[1] - HEAD
-    rows, device, end = ranks * capacity, messages.device, torch.iinfo(messages.dtype).max
-    keys, entry = torch.sort(messages[:, HEAD:].reshape(-1), stable=True)
-    there = keys != end
-    first = there.clone()
-    first[1:] &= keys[1:] != keys[:-1]
-    row = torch.cumsum(first, 0) - 1
-    source, slot = entry // capacity, (entry % capacity).to(torch.int32)
-    ids = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-    ids.scatter_(0, torch.where(there, row, rows), keys.to(torch.int64))
-    union = row[-1:] + 1
-    last = torch.where(there, keys, 0).max()
-    ids = torch.where(torch.arange(rows, device=device) < union, ids[:rows], last)
-    slots = torch.full(((rows + 1) * ranks,), -1, dtype=torch.int32, device=device)
-    slots.scatter_(0, torch.where(there, row * ranks + source, rows * ranks), slot)
-    slots = slots.view(rows + 1, ranks)
-    place = torch.zeros(capacity + 1, dtype=torch.int32, device=device)
-    place.scatter_(0, torch.where(there & (source == rank), slot.to(torch.int64), capacity), row.to(torch.int32))
-    has = slots[:rows] >= 0
-    number = has.sum(1, dtype=torch.int32)
-    if owned:
-        turn = torch.arange(rows, dtype=torch.int32, device=device) % number.clamp_min(1)
-        owner = (has & (has.cumsum(1, dtype=torch.int32) == (turn + 1)[:, None])).to(torch.int32).argmax(1)
-        owners = torch.where(number > 1, owner, -1).to(torch.int32)
-    else:
-        owners = torch.full((rows,), -1, dtype=torch.int32, device=device)
-    counts = messages[:, 0].to(torch.int64)
-    own = counts[rank : rank + 1].clamp_max(capacity)
-    targets = owners[place[:capacity]]
-    return Table(ids, slots, targets, place, owners, torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)]))
+    number, end = ranks * capacity, _end(messages.dtype)
+    keys, entries = torch.sort(messages[:, HEAD:].reshape(-1), stable=True)
+    block, programs, blocks = _blocks(number)
+    words = lambda *shape: torch.empty(shape, dtype=torch.int32, device=messages.device)  # noqa: E731
+    counts, slots, targets, place, owners = (
+        words(2 * programs),
+        words(number, ranks),
+        words(capacity),
+        words(capacity),
+        words(number),
+    )
+    ids, meta = (torch.empty(n, dtype=torch.int64, device=messages.device) for n in (number, 3))
+    tensors = (
+        (keys, counts, slots, keys),
+        (keys, entries, counts, messages, ids, slots, place, meta),
+        (slots, place, meta, owners, targets),
+    )
+
+    def launches() -> list[Prepared]:
+        kinds = (
+            (kernels.sparse_index_count_kernel, (number, number * ranks, -1, 0), dict(END=end, B=block)),
+            (kernels.sparse_index_rows_kernel, (number, capacity, ctx.rank), dict(R=ranks, END=end, B=block, BLOCKS=blocks)),
+            (kernels.sparse_index_owners_kernel, (number, capacity), dict(R=ranks, OWNED=owned, B=block)),
+        )
+        return [
+            ctx.prepare(kernel, programs, (*args, *sizes), constants, _COMPILED, tuple(range(len(args))))
+            for args, (kernel, sizes, constants) in zip(tensors, kinds, strict=True)
+        ]
+
+    for launch, args in zip(ctx.plan(("table", capacity, messages.dtype, owned), launches)[1], tensors, strict=True):
+        launch(args)
+    return Table(ids, slots, targets, place, owners, meta)

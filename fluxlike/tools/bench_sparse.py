@@ -17,8 +17,7 @@ import torch
 
 import fluxlike
 
-from ..ops import sparse_index
-from . import bench_report, sparse_baselines
+from . import bench_report, sparse_baselines, sparse_tables
 from .bench_peers import Peers
 from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS, Problem
 from .bench_report import NONE, Result
@@ -70,8 +69,8 @@ class Traffic(NamedTuple):
 def traffic(table: Table, ranks: int) -> Traffic:
     """What `sparse_all_reduce` moves of this table, and the least that comes in by any way."""
     capacity = table.entries
-    messages = torch.stack([sparse_index.local(table.ids(rank), capacity).message for rank in range(ranks)])
-    found = sparse_index.table(messages, 0, ranks > 2)
+    messages = torch.stack([sparse_tables.local(table.ids(rank), capacity).message for rank in range(ranks)])
+    found = sparse_tables.table(messages, 0, ranks > 2)
     union = int(found.meta[0])
     has, owner = found.slots[:union] >= 0, found.owners[:union]
     many, least, rows_in, rows_out = has.sum(1), [], [], []
