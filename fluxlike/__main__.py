@@ -10,6 +10,7 @@ TOOLS = {
     "bench": "how fast the operations are, against torch and against the limit",
     "tune": "find the fastest schedule and tiles for some shapes on this machine, and keep them",
     "topo": "how the GPUs are linked, and the trees planned for it",
+    "model": "what gemm_rs and ag_gemm would take on more GPUs and nodes, by discrete events",
     "links": "all_reduce on the CPU, by emulated links of machines that are not there",
     "trace": "what every program of every rank does when, in one call",
     "lint": "compile kernels for GPUs that are not there, and find what is wrong in the machine code",

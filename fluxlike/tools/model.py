@@ -1,0 +1,222 @@
+"""`python -m fluxlike model OP`: what gemm_rs or ag_gemm is expected to take on more GPUs and nodes than there are here.
+
+    python -m fluxlike model gemm_rs --nodes 1,2,4,8,16,32,64,128 --plot nodes.png
+    python -m fluxlike model ag_gemm --gpus-per-node 4 --nodes 1 --check docs/measured/2026-11-21-ag_gemm-headline-R4.json
+
+Each shape on each number of nodes, under both schedules; how, and what is left out, is in `model_events`. The constants are those
+of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. ``--check``: instead, copy_engine against records of
+`bench`.
+
+* time, exposed: seconds of the call, and what of them torch's product alone would not take.
+* E: 1 − exposed / (torch − product): 1 is communication fully hidden, 0 is torch with NCCL, below 0 is slower than that.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import command, topo
+from .model_events import OPS, RATE, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
+
+#: Rows of the cases on two nodes that others have published, with N and K of `published`.
+PUBLISHED = (4096, 8192, 16384, 32768, 65536)
+MOST = 1024
+#: Bits a second in a Gbit/s, bytes a second in a GB/s.
+GIGA = 1e9
+#: Where the picture of E ends below.
+LOWEST = -1.0
+
+
+@dataclass(frozen=True)
+class Row:
+    cluster: Cluster
+    call: Call
+    made: Prediction
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A shape of a record: seconds of ``name`` ("gemm", "torch", "copy_engine") as measured and by the model."""
+
+    ranks: int
+    call: Call
+    name: str
+    measured: float
+    model: float
+
+    @property
+    def off(self) -> float:
+        return self.model / self.measured - 1
+
+
+def published(op: str) -> list[Call]:
+    n, k = (12288, 49152) if op == "gemm_rs" else (49152, 12288)
+    return [Call(op, m, n, k) for m in PUBLISHED]
+
+
+def predicted(cluster: Cluster, nodes: Sequence[int], calls: Sequence[Call]) -> Iterator[Row]:
+    """Each call on each number of nodes, under each schedule; on one node there is but one."""
+    for call in calls:
+        for count in nodes:
+            here = replace(cluster, nodes=count)
+            for schedule in SCHEDULES if count > 1 else SCHEDULES[:1]:
+                yield Row(here, call, predict(here, call, schedule))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """One that `bench` wrote, or several under "records"."""
+    data = json.loads(path.read_text())
+    found: list[dict[str, Any]] = data.get("records", [data])
+    return found
+
+
+def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
+    """What was measured in one node, of the methods that the model has."""
+    here = replace(cluster, nodes=1, gpus=record["ranks"])
+    for shape in record["shapes"]:
+        call = Call(record["op"], shape["m"], shape["n"], shape["k"])
+        model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
+        model["copy_engine"] = group_call(here, call, auto=False)[1]
+        for name, seconds in model.items():
+            if shape["methods"].get(name, {}).get("status") == "ok":
+                measured = shape["methods"][name]["ms"]["median"] / 1e3
+                yield Compared(record["ranks"], call, name, measured, seconds)
+
+
+# what is printed
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Markdown."""
+    lines = ["| M×N×K | nodes | GPUs | schedule | calls by | time, ms | product | torch | exposed | E | to other nodes, MB a GPU |"]
+    lines.append("|---|--:|--:|---|---|--:|--:|--:|--:|--:|--:|")
+    for row in rows:
+        made, call, cluster = row.made, row.call, row.cluster
+        cells = [f"{call.m}×{call.n}×{call.k}", str(cluster.nodes), str(cluster.ranks)]
+        cells += [made.schedule if cluster.nodes > 1 else "one node", made.path]
+        cells += [f"{seconds * 1e3:.3f}" for seconds in (made.seconds, made.gemm, made.torch, made.exposed)]
+        cells += ["" if made.efficiency is None else f"{made.efficiency:.2f}", f"{made.network / 1e6:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def check_lines(found: Sequence[Compared]) -> list[str]:
+    """Markdown: a line a shape, and how far off the model is at all."""
+    names = list(dict.fromkeys(one.name for one in found))
+    lines = ["| GPUs, M×N×K, µs measured (model) | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
+    by_call: dict[tuple[int, Call], dict[str, Compared]] = {}
+    for one in found:
+        by_call.setdefault((one.ranks, one.call), {})[one.name] = one
+    for (ranks, call), methods in by_call.items():
+        parts = [methods.get(name) for name in names]
+        cells = [f"{p.measured * 1e6:.0f} ({p.model * 1e6:.0f}, {p.off:+.1%})" if p else "" for p in parts]
+        lines.append(f"| {ranks}, {call.m}×{call.n}×{call.k} | " + " | ".join(cells) + " |")
+    for name in names:
+        off = [abs(one.off) for one in found if one.name == name]
+        lines.append(f"{name}: off by {statistics.median(off):.1%} in the median of {len(off)} shapes, by {max(off):.1%} at most")
+    return lines
+
+
+def draw(rows: Sequence[Row], path: Path) -> str | None:
+    """E over nodes, a colour a shape, hierarchical solid and flat dashed. Returns a reason where it cannot be drawn."""
+    try:
+        figure_module = importlib.import_module("matplotlib.figure")
+        colours = importlib.import_module("matplotlib").colormaps["viridis"]
+    except ImportError:
+        return "no plot: matplotlib is missing; python -m pip install matplotlib"
+    calls = list(dict.fromkeys(row.call for row in rows))
+    figure = figure_module.Figure(figsize=(8, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for number, call in enumerate(calls):
+        for schedule, style in (("hierarchical", "-"), ("flat", "--")):
+            mine = [row for row in rows if row.call == call and (row.made.schedule == schedule or row.cluster.nodes == 1)]
+            points = [(row.cluster.nodes, row.made.efficiency) for row in mine if row.made.efficiency is not None]
+            label = f"M={call.m}" if style == "-" else None
+            axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colours(number / max(1, len(calls))), label=label)
+    counts = sorted({row.cluster.nodes for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_ylim(LOWEST, 1.2)
+    axes.axhline(0, color="#45505c", linewidth=0.8)
+    first = rows[0]
+    axes.set_xlabel(f"nodes of {first.cluster.gpus} GPUs")
+    axes.set_ylabel("E (1: hidden, 0: torch)")
+    what = f"{first.call.op}, N={first.call.n}, K={first.call.k}, by the model"
+    axes.set_title(f"{what}; solid hierarchical, dashed flat", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    return None
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    made, cluster = row.made, row.cluster
+    figures = {"seconds": made.seconds, "exposed": made.exposed, "E": made.efficiency, "gemm": made.gemm, "torch": made.torch}
+    where = {"nodes": cluster.nodes, "gpus": cluster.ranks, "schedule": made.schedule, "path": made.path}
+    return asdict(row.call) | where | figures | {"network_bytes": made.network}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxlike model",
+        description="Predicts gemm_rs and ag_gemm on clusters that are not there, by discrete events.",
+        epilog="What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in one direction.",
+    )
+    parser.add_argument("op", choices=OPS)
+    parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, as 1,2,4 (1,2,4,8)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="L")
+    parser.add_argument("--nvlink-gbps", type=float, default=8 * Cluster.nvlink / GIGA, help="Gbit/s (2720: 340 GB/s, of an H200)")
+    parser.add_argument("--net-gbps", type=float, default=8 * Cluster.net / GIGA, help="Gbit/s of each GPU's network card (400)")
+    parser.add_argument("--net-us", type=float, default=Cluster.message * 1e6, help="of a message without its bytes (10)")
+    parser.add_argument("--tflops", type=float, default=RATE / 1e12, help="of torch's bf16 product (690, of a hot H200)")
+    parser.add_argument("--shapes", help="MxNxK,… of the whole problem (the published cases of two nodes)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", metavar="FILE", help="draw E over nodes; needs matplotlib")
+    parser.add_argument("--check", metavar="RECORD", nargs="+", type=Path, help="instead, copy_engine against records of bench")
+    asked = parser.parse_args(argv)
+    for name in ("gpus_per_node", "nvlink_gbps", "net_gbps", "tflops"):
+        if not getattr(asked, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0")
+    if asked.net_us < 0:
+        parser.error(f"--net-us {asked.net_us:g} must not be below 0")
+    try:
+        asked.nodes = [int(count) for count in asked.nodes.split(",")]
+    except ValueError:
+        parser.error(f"--nodes {asked.nodes!r} is no list of numbers, such as 1,2,4")
+    wrong = [count for count in asked.nodes if not 1 <= count * asked.gpus_per_node <= MOST]
+    if wrong:
+        parser.error(f"--nodes {wrong[0]} of {asked.gpus_per_node} GPUs are not 1 to {MOST} GPUs; ask for as many")
+    command.read_shapes(parser, asked)
+    asked.calls = [Call(asked.op, p.m, p.n, p.k) for p in asked.shapes] if asked.shapes else published(asked.op)
+    return asked
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv)
+    cluster = Cluster(
+        gpus=asked.gpus_per_node, nvlink=asked.nvlink_gbps * GIGA / 8, net=asked.net_gbps * GIGA / 8,
+        rate=asked.tflops * 1e12, message=asked.net_us / 1e6,
+    )  # fmt: skip
+    if asked.check:
+        wanted = [record for path in asked.check for record in records(path) if record["op"] == asked.op]
+        found = [one for record in wanted for one in compare(record, cluster)]
+        if not found:
+            print(f"model: no record of {asked.op} in {', '.join(map(str, asked.check))}", file=sys.stderr)
+            return 1
+        print("\n".join(check_lines(found)))
+        return 0
+    rows = list(predicted(cluster, asked.nodes, asked.calls))
+    rates = f"NVLink {cluster.nvlink / GIGA:g} GB/s, network {cluster.net / GIGA:g} GB/s a GPU, {cluster.rate / 1e12:g} TFLOP/s"
+    print("\n".join([f"{asked.op} by the model: {rates}", *table(rows)]))
+    if asked.json:
+        facts = {"cluster": asdict(cluster), "rows": [as_json(row) for row in rows]}
+        topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
+    why = draw(rows, Path(asked.plot)) if asked.plot else None
+    if why:
+        print(f"model: {why}", file=sys.stderr)
+    return 1 if why else 0
