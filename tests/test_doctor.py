@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fluxlike.tools import doctor
-from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, parse_topology
+from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, look_at_network, parse_topology
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -296,3 +296,78 @@ def test_library_in_its_place_is_fine():
     facts.folders["nvidia-nvshmem-cu13"] = "/env/lib"
     facts.libraries["libnvshmem_host"] = ["/env/lib/nvidia/nvshmem/lib/libnvshmem_host.so.3"]
     assert whats(facts) == []
+
+
+def network(root, cards, release="6.8.0-45-generic", driver="NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06"):
+    """A machine's /sys and /proc. ``cards``: (device, port, driver, link layer, state, rate)."""
+    (root / "sys/class/infiniband").mkdir(parents=True)
+    for device, port, name, *values in cards:
+        place = root / "sys/class/infiniband" / device / "ports" / port
+        place.mkdir(parents=True)
+        for file, value in zip(("link_layer", "state", "rate"), values, strict=True):
+            (place / file).write_text(value + "\n")
+        if name:
+            (root / "drivers" / name).mkdir(parents=True, exist_ok=True)
+            (root / "sys/class/infiniband" / device / "device").mkdir(exist_ok=True)
+            (root / "sys/class/infiniband" / device / "device/driver").symlink_to(root / "drivers" / name)
+    for path, text in (("proc/sys/kernel/osrelease", release), ("proc/driver/nvidia/version", driver)):
+        (root / path).parent.mkdir(parents=True)
+        (root / path).write_text(text + "\n")
+    return root
+
+
+def network_rows(facts):
+    return [(row.name, row.value) for row in doctor.describe(facts) if row.section == "network between nodes"]
+
+
+IB = ("mlx5_10", "1", "mlx5_core", "InfiniBand", "4: ACTIVE", "400 Gb/sec (4X NDR)")
+ROCE = ("mlx5_9", "1", "mlx5_core", "Ethernet", "1: DOWN", "100 Gb/sec (4X EDR)")
+EFA = ("rdmap16s27", "1", "efa", "Unspecified", "4: ACTIVE", "100 Gb/sec (4X EDR)")
+
+
+def test_network_cards(tmp_path):
+    facts = healthy()
+    look_at_network(facts, network(tmp_path, [IB, ROCE, EFA]))
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    assert network_rows(facts) == [
+        ("mlx5_9 port 1", "RoCE, DOWN, 100 Gb/sec (4X EDR), driver mlx5_core"),
+        ("mlx5_10 port 1", "InfiniBand, ACTIVE, 400 Gb/sec (4X NDR), driver mlx5_core"),
+        ("rdmap16s27 port 1", "EFA, ACTIVE, 100 Gb/sec (4X EDR), driver efa"),
+        ("peermem", "not loaded (nvidia_peermem)"),
+        ("dma-buf", "NVIDIA's open kernel modules, Linux 6.8"),
+    ]
+    look_at_network(facts, tmp_path)
+    assert ("peermem", "nvidia_peermem") in network_rows(facts) and doctor.diagnose(facts) == []
+
+
+def test_no_network_cards(tmp_path):
+    """What is missing is said, and is no problem: one node needs no network."""
+    facts = healthy()
+    look_at_network(facts, tmp_path)
+    assert network_rows(facts)[0] == ("RDMA cards", "none (there is no /sys/class/infiniband)")
+    look_at_network(facts, network(tmp_path, [(*IB[:2], None, *IB[3:])], release="5.4.0", driver="NVIDIA UNIX x86_64"))
+    assert network_rows(facts)[0] == ("mlx5_10 port 1", "InfiniBand, ACTIVE, 400 Gb/sec (4X NDR), driver unknown")
+    assert facts.dmabuf is None and network_rows(facts)[-1][1].startswith("no (") and doctor.diagnose(facts) == []
+    facts.ports = []
+    assert network_rows(facts)[0] == ("RDMA cards", "none in /sys/class/infiniband") and doctor.diagnose(facts) == []
+
+
+@pytest.mark.parametrize(
+    ("cards", "environ", "said"),
+    [
+        ([], {"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}, ["NVSHMEM_REMOTE_TRANSPORT='ibrc' asks for network cards, and"]),
+        ([IB], {"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}, []),
+        ([], {"NVSHMEM_REMOTE_TRANSPORT": "none"}, []),
+        ([IB], {"NVSHMEM_HCA_LIST": "mlx5_10:1"}, ["NVSHMEM_HCA_LIST is set, but NVSHMEM does not look at it"]),
+        ([IB], {"NVSHMEM_HCA_LIST": "mlx5_10:1", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"}, []),
+        ([IB], {"NVSHMEM_HCA_LIST": "^mlx5_0", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "true"}, []),
+        ([IB], {"NVSHMEM_HCA_PE_MAPPING": "mlx5_10:1:2,mlx5_0:1:2", "NVSHMEM_ENABLE_NIC_PE_MAPPING": "1"},
+         ["NVSHMEM_HCA_PE_MAPPING names mlx5_0:1:2, which this machine has not"]),
+    ],
+)  # fmt: skip
+def test_network_settings(tmp_path, cards, environ, said):
+    facts = healthy()
+    look_at_network(facts, network(tmp_path, cards))
+    facts.environ = environ
+    found = whats(facts)
+    assert len(found) == len(said) and all(what.startswith(start) for what, start in zip(found, said, strict=True)), found

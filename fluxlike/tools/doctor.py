@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import __version__
-from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, collect
+from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 
 OLDEST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 10), (2, 14))
@@ -218,8 +218,26 @@ def _gpu_problems(facts: Facts) -> Iterable[Problem]:
         yield Problem(what, "Unset it: fluxlike turns to the interpreter by itself where there is no GPU.")
 
 
+def _network_problems(facts: Facts) -> Iterable[Problem]:
+    """What contradicts itself; one node needs no network, so that something is missing is none."""
+    said, devices = facts.environ, {port.device for port in facts.ports or ()}
+    transport = said.get("NVSHMEM_REMOTE_TRANSPORT", "none")
+    if transport.startswith("ib") and not devices:
+        what = f"NVSHMEM_REMOTE_TRANSPORT={transport!r} asks for network cards, and /sys/class/infiniband has none"
+        yield Problem(what, "Unset it for one node; for several, load the cards' drivers, and give containers their devices.")
+    listed = [name for name in ("NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING") if said.get(name)]
+    if listed and said.get("NVSHMEM_ENABLE_NIC_PE_MAPPING", "0")[:1].lower() in ("", "0", "n", "f"):
+        remedy = f"Set NVSHMEM_ENABLE_NIC_PE_MAPPING=1, too; without {listed[0]} each GPU takes the card that is nearest."
+        yield Problem(f"{listed[0]} is set, but NVSHMEM does not look at it", remedy)
+    for name in listed:
+        entries = [entry for entry in said[name].split(",") if not entry.startswith("^")]
+        wrong = [entry for entry in entries if entry.partition(":")[0] not in devices]
+        if wrong and devices:
+            yield Problem(f"{name} names {wrong[0]}, which this machine has not", f"It has {', '.join(sorted(devices))}.")
+
+
 def diagnose(facts: Facts) -> list[Problem]:
-    judges = (_import_problems, _version_problems, _cuda_problems, _library_problems, _gpu_problems)
+    judges = (_import_problems, _version_problems, _cuda_problems, _library_problems, _gpu_problems, _network_problems)
     problems = list(itertools.chain.from_iterable(judge(facts) for judge in judges))
     if not facts.gpus and not facts.memfd:
         remedy = "Run on Linux 3.17 or later, with a Python built for it, and outside sandboxes that forbid the call."
@@ -235,6 +253,21 @@ def _matrix(section: str, cells: Sequence[Sequence[str]]) -> list[Row]:
     width = max((len(cell) for row in cells for cell in row), default=1)
     lines = [("", [str(i) for i in range(len(cells))]), *((f"GPU {i}", row) for i, row in enumerate(cells))]
     return [Row(section, name, " ".join(f"{cell:<{width}}" for cell in row).rstrip()) for name, row in lines]
+
+
+def _network_rows(facts: Facts) -> list[Row]:
+    found = [(f"{p.device} port {p.port}", f"{_kind(p)}, {p.state}, {p.rate}, driver {p.driver}") for p in facts.ports or ()]
+    if not found:
+        found = [("RDMA cards", "none (there is no /sys/class/infiniband)" if facts.ports is None else "none in /sys/class/infiniband")]
+    found.append(("peermem", facts.peermem or "not loaded (nvidia_peermem)"))
+    found.append(("dma-buf", facts.dmabuf or "no (it takes NVIDIA's open kernel modules, and Linux 5.12)"))
+    return [Row("network between nodes", name, value) for name, value in found]
+
+
+def _kind(port: Port) -> str:
+    if port.driver.startswith("efa"):
+        return "EFA"
+    return {"Ethernet": "RoCE"}.get(port.layer, port.layer)
 
 
 def describe(facts: Facts) -> list[Row]:
@@ -280,6 +313,7 @@ def describe(facts: Facts) -> list[Row]:
         Row("host", "/dev/shm", shm),
         Row("host", "memfd_create", "works" if facts.memfd else "does not work"),
     ]
+    rows += _network_rows(facts)
     rows += [Row("environment", name, value) for name, value in facts.environ.items()]
     return rows
 

@@ -34,6 +34,7 @@ PACKAGES = (
 )
 NOT_TRIED = "not tried"  # how the reason begins where an earlier step ended the child
 LIBRARIES = ("libnvshmem_host", "libcudart", "libnccl")
+DMABUF_KERNEL = (5, 12)  # the first Linux whose RDMA takes dma-bufs
 VARIABLES = ("FLUXLIKE_", "NVSHMEM_", "NCCL_", "TRITON_", "TORCH_SYMM_MEM_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 
 
@@ -42,6 +43,18 @@ class Gpu:
     name: str
     capability: tuple[int, int]
     memory: int
+
+
+@dataclass
+class Port:
+    """One of a network card that does RDMA. ``layer``: "InfiniBand" or "Ethernet" (RoCE), or "Unspecified" (EFA)."""
+
+    device: str
+    port: str
+    driver: str
+    layer: str
+    state: str
+    rate: str
 
 
 @dataclass
@@ -68,6 +81,9 @@ class Facts:
     shm: tuple[int, int] | None = None  # size, free
     memory: int | None = None
     cores: int = 1
+    ports: list[Port] | None = None  # of network cards for RDMA; None: the machine has no /sys/class/infiniband
+    peermem: str | None = None  # the kernel module that lets them reach the memory of GPUs
+    dmabuf: str | None = None  # why they can reach it without that
     environ: dict[str, str] = field(default_factory=dict)
 
 
@@ -254,10 +270,43 @@ def _look_at_host(facts: Facts) -> None:
     facts.environ = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
 
 
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return "unknown"
+
+
+def look_at_network(facts: Facts, root: Path = Path("/")) -> None:
+    """Network cards for RDMA, and how they reach the memory of GPUs. ``root``: where /sys and /proc are."""
+    cards = root / "sys/class/infiniband"
+    if cards.is_dir():
+        facts.ports = []
+        for port in sorted(cards.glob("*/ports/*"), key=_by_number):
+            card = port.parent.parent
+            driver = (card / "device/driver").resolve().name if (card / "device/driver").exists() else "unknown"
+            # "4: ACTIVE", of which the number says nothing more
+            state = _read(port / "state").rpartition(": ")[2]
+            facts.ports.append(Port(card.name, port.name, driver, _read(port / "link_layer"), state, _read(port / "rate")))
+    modules = (name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).is_dir())
+    facts.peermem = next(modules, None)
+    kernel = _release_of(_read(root / "proc/sys/kernel/osrelease"))
+    if "Open Kernel Module" in _read(root / "proc/driver/nvidia/version") and kernel >= DMABUF_KERNEL:
+        facts.dmabuf = f"NVIDIA's open kernel modules, Linux {kernel[0]}.{kernel[1]}"
+
+
+def _by_number(path: Path) -> list[tuple[int, str]]:
+    """A key that puts mlx5_10 behind mlx5_9."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def _release_of(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def collect() -> tuple[Facts, list[str]]:
     """The facts, and what went wrong in looking for them."""
     facts, failures = Facts(), []
-    for look in (_look_at_packages, _look_at_imports, _look_at_driver, _look_at_host):
+    for look in (_look_at_packages, _look_at_imports, _look_at_driver, _look_at_host, look_at_network):
         try:
             look(facts)
         except Exception as error:  # half a report is better than none
