@@ -156,8 +156,8 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
     return CALL + GATHER + max(product + pushers / programs * push, push + behind)
 
 
-def _torch(problem: "Problem", rows: int) -> float:
-    """Seconds of torch's product with so many rows."""
+def torch_seconds(problem: "Problem", rows: int) -> float:
+    """Of torch's product with so many rows."""
     depth = problem.k if problem.op == "ag_gemm" else cdiv(problem.k or LARGE_K, problem.ranks)
     operations = 2 * rows * problem.columns * depth / (FP32 if problem.dtype == torch.float32 else 1.0)
     seconds = operations / (LONG_RATE if operations > LONG * GEMM_RATE else GEMM_RATE)
@@ -169,7 +169,7 @@ def _torch(problem: "Problem", rows: int) -> float:
 
 def sequential(problem: "Problem", choice: "Choice") -> float:
     part = exchange.seconds(problem.exchanged // problem.ranks, problem.ranks) if problem.ranks > 1 else 0.0
-    return _torch(problem, problem.ranks * problem.rows) + part
+    return torch_seconds(problem, problem.ranks * problem.rows) + part
 
 
 def _chunk_copy(problem: "Problem") -> float:
@@ -178,7 +178,7 @@ def _chunk_copy(problem: "Problem") -> float:
 
 
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
-    ranks, product, sent = problem.ranks, _torch(problem, problem.rows), 0.0
+    ranks, product, sent = problem.ranks, torch_seconds(problem, problem.rows), 0.0
     for part in range(1, ranks):
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
@@ -188,17 +188,17 @@ def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
 
 def gathered_beside(problem: "Problem") -> bool:
     """ag_gemm: whether the product of a rank's own shard is expected to outlast the arrival of all others."""
-    return (problem.ranks - 1) * _chunk_copy(problem) <= _torch(problem, problem.rows)
+    return (problem.ranks - 1) * _chunk_copy(problem) <= torch_seconds(problem, problem.rows)
 
 
 def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
-    ranks, rows, end = problem.ranks, problem.rows, _torch(problem, problem.rows)
+    ranks, rows, end = problem.ranks, problem.rows, torch_seconds(problem, problem.rows)
     if gathered_beside(problem):  # in the middle there is a piece on either side
         sides = [side for side in (ranks // 2, ranks - 1 - ranks // 2) if side]
-        end += sum(_torch(problem, rows * side) for side in sides)
+        end += sum(torch_seconds(problem, rows * side) for side in sides)
     else:
         for shard in range(1, ranks):
-            end = max(end, shard * _chunk_copy(problem)) + _torch(problem, rows)
+            end = max(end, shard * _chunk_copy(problem)) + torch_seconds(problem, rows)
     return max(CALL + GATHERED + end, HOST + ranks * HOST_PART)
 
 

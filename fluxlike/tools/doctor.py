@@ -258,7 +258,8 @@ def _matrix(section: str, cells: Sequence[Sequence[str]]) -> list[Row]:
 def _network_rows(facts: Facts) -> list[Row]:
     found = [(f"{p.device} port {p.port}", f"{_kind(p)}, {p.state}, {p.rate}, driver {p.driver}") for p in facts.ports or ()]
     if not found:
-        found = [("RDMA cards", "none (there is no /sys/class/infiniband)" if facts.ports is None else "none in /sys/class/infiniband")]
+        why = "none (there is no /sys/class/infiniband)" if facts.ports is None else "none in /sys/class/infiniband"
+        found = [("RDMA cards", why)]
     found.append(("peermem", facts.peermem or "not loaded (nvidia_peermem)"))
     found.append(("dma-buf", facts.dmabuf or "no (it takes NVIDIA's open kernel modules, and Linux 5.12)"))
     return [Row("network between nodes", name, value) for name, value in found]

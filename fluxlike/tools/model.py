@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import command, topo
-from .model_events import OPS, RATE, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
+from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
 PUBLISHED = (4096, 8192, 16384, 32768, 65536)
@@ -69,20 +69,13 @@ def predicted(cluster: Cluster, nodes: Sequence[int], calls: Sequence[Call]) -> 
                 yield Row(here, call, predict(here, call, schedule))
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """One that `bench` wrote, or several under "records"."""
-    data = json.loads(path.read_text())
-    found: list[dict[str, Any]] = data.get("records", [data])
-    return found
-
-
 def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
     """What was measured in one node, of the methods that the model has."""
     here = replace(cluster, nodes=1, gpus=record["ranks"])
     for shape in record["shapes"]:
         call = Call(record["op"], shape["m"], shape["n"], shape["k"])
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
-        model["copy_engine"] = group_call(here, call, auto=False)[1]
+        model["copy_engine"] = group_call(here, call, "copy_engine")[1]
         for name, seconds in model.items():
             if shape["methods"].get(name, {}).get("status") == "ok":
                 measured = shape["methods"][name]["ms"]["median"] / 1e3
@@ -109,13 +102,16 @@ def table(rows: Sequence[Row]) -> list[str]:
 def check_lines(found: Sequence[Compared]) -> list[str]:
     """Markdown: a line a shape, and how far off the model is at all."""
     names = list(dict.fromkeys(one.name for one in found))
-    lines = ["| GPUs, M×N×K, µs measured (model) | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
+    lines = ["| GPUs, M×N×K, µs measured (model) | " + " | ".join([*names, "E"]) + " |", "|---|" + "--:|" * (len(names) + 1)]
     by_call: dict[tuple[int, Call], dict[str, Compared]] = {}
     for one in found:
         by_call.setdefault((one.ranks, one.call), {})[one.name] = one
     for (ranks, call), methods in by_call.items():
         parts = [methods.get(name) for name in names]
         cells = [f"{p.measured * 1e6:.0f} ({p.model * 1e6:.0f}, {p.off:+.1%})" if p else "" for p in parts]
+        if len(methods) == 3:
+            both = zip(*((one.measured, one.model) for one in methods.values()), strict=True)
+            cells.append("{:.2f} ({:.2f})".format(*(1 - (ours - gemm) / (torch - gemm) for gemm, torch, ours in both)))
         lines.append(f"| {ranks}, {call.m}×{call.n}×{call.k} | " + " | ".join(cells) + " |")
     for name in names:
         off = [abs(one.off) for one in found if one.name == name]
@@ -173,7 +169,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvlink-gbps", type=float, default=8 * Cluster.nvlink / GIGA, help="Gbit/s (2720: 340 GB/s, of an H200)")
     parser.add_argument("--net-gbps", type=float, default=8 * Cluster.net / GIGA, help="Gbit/s of each GPU's network card (400)")
     parser.add_argument("--net-us", type=float, default=Cluster.message * 1e6, help="of a message without its bytes (10)")
-    parser.add_argument("--tflops", type=float, default=RATE / 1e12, help="of torch's bf16 product (690, of a hot H200)")
+    parser.add_argument("--tflops", type=float, default=Cluster.rate / 1e12, help="of torch's bf16 product (690, of a hot H200)")
     parser.add_argument("--shapes", help="MxNxK,… of the whole problem (the published cases of two nodes)")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     parser.add_argument("--plot", metavar="FILE", help="draw E over nodes; needs matplotlib")
@@ -203,8 +199,8 @@ def main(argv: list[str] | None = None) -> int:
         rate=asked.tflops * 1e12, message=asked.net_us / 1e6,
     )  # fmt: skip
     if asked.check:
-        wanted = [record for path in asked.check for record in records(path) if record["op"] == asked.op]
-        found = [one for record in wanted for one in compare(record, cluster)]
+        wanted = (json.loads(path.read_text()) for path in asked.check)
+        found = [one for record in wanted if record["op"] == asked.op for one in compare(record, cluster)]
         if not found:
             print(f"model: no record of {asked.op} in {', '.join(map(str, asked.check))}", file=sys.stderr)
             return 1

@@ -16,12 +16,14 @@ Not in it: networks that are shared or busy, what messages cost the host beyond 
 """
 
 import heapq
+import importlib.util
 import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
+from types import ModuleType
 
 import torch
 
@@ -30,15 +32,11 @@ from ..ops import choice, cost, exchange
 from ..ops.choice import Choice, Problem
 
 OPS, SCHEDULES = ("gemm_rs", "ag_gemm"), ("flat", "hierarchical")
-#: Transports that are simulated. The others store to peers from inside a kernel, which nothing does between nodes.
-TRANSPORTS = ("copy_engine", "sequential")
 #: Of the rate of a copy, what NCCL's collectives reach, and seconds of one without bytes. By hand to torch − gemm of the records.
 COLLECTIVE, COLLECTIVE_START = 0.75, 30e-6
-#: Operations a second of torch's product on an H200 that is as hot as in the records: their median. `cost.TILE_RATE` is as hot.
-RATE = 690e12
-#: Seconds of a call beside its tiles and copies. gemm_rs: less than `cost.COPIES`, where that has the signals, which are
-#: simulated here, each given a tile late; by hand to the records.
-BESIDE = {"gemm_rs": 30e-6, "ag_gemm": cost.COPIES}
+#: Seconds of a copy_engine call beside its tiles and copies. gemm_rs: less than `cost.COPIES`, where that has the signals, which
+#: are simulated here, each given a tile late; by hand to the records.
+SIDE_STREAM = {"gemm_rs": 30e-6, "ag_gemm": cost.COPIES}
 #: Bytes of an element of bf16, and of a float of a sum.
 ITEM, FLOAT = 2, 4
 
@@ -51,13 +49,18 @@ class Cluster:
     gpus: int = 8  # of a node
     nvlink: float = cost.COPY_RATE
     net: float = 50e9
-    rate: float = RATE
+    rate: float = cost.LONG_RATE
     programs: int = 132
     message: float = 10e-6  # seconds of a message between nodes without its bytes: an assumption
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.gpus
+
+    @property
+    def faster(self) -> float:
+        """Than an H200, at products."""
+        return self.rate / cost.LONG_RATE
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds; ``network``: bytes that a rank sends to other nodes."""
+    """Seconds; ``path``: schedule of a call inside a node; ``network``: bytes that a rank sends to other nodes."""
 
     schedule: str
     path: str
@@ -250,7 +253,7 @@ class Group:
     def _tile_seconds(self) -> float:
         problem, made = self.problem, self.made
         depth = cdiv(problem.k, problem.ranks) if problem.op == "gemm_rs" else problem.k
-        seconds = cost.tile_seconds(problem, made, depth, self.cluster.rate / RATE) * (1 + cost.CUT * log2(made.subs))
+        seconds = cost.tile_seconds(problem, made, depth, self.cluster.faster) * (1 + cost.CUT * log2(made.subs))
         turns = cdiv(self.height * made.subs * self.width * problem.ranks, problem.programs)
         return max(seconds, problem.columns * depth * ITEM / cost.MEMORY_RATE / turns)
 
@@ -296,27 +299,40 @@ class Group:
         return found
 
 
-def group_call(cluster: Cluster, call: Call, auto: bool = True) -> tuple[str, float, float]:
+@lru_cache(maxsize=8)
+def rates(cluster: Cluster) -> ModuleType:
+    """`ops.cost` with the rates of a cluster: a copy of the module, as its constants are also what `ops` chooses by."""
+    spec = importlib.util.find_spec(cost.__name__)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    for name in ("GEMM_RATE", "LONG_RATE", "TILE_RATE"):
+        setattr(found, name, getattr(cost, name) * cluster.faster)
+    for name in ("COPY_RATE", "STORE_RATE"):
+        setattr(found, name, getattr(cost, name) * cluster.nvlink / cost.COPY_RATE)
+    return found
+
+
+def group_call(cluster: Cluster, call: Call, schedule: str = "auto") -> tuple[str, float, float]:
     """A call of one group of all ranks: its transport, seconds, bytes of a rank to other nodes.
 
-    ``auto``: of `TRANSPORTS` the one that `ops.choice` expects to be faster, on one node; else copy_engine.
+    Calls by copies are simulated. Other schedules store to peers from kernels or let torch multiply, and are for one node; they are
+    given the time of `ops.cost`.
     """
     problem = call.problem(cluster, cluster.ranks)
-    made, other = (choice.usual(problem, transport) for transport in TRANSPORTS)
-    possible = auto and cluster.nodes == 1 < cluster.gpus and choice.why_not(problem, other) is None
-    if possible and choice.predict(problem, other) < choice.predict(problem, made):
-        return other.transport, sequential(cluster, call, problem), 0.0
+    if cluster.nodes > 1:
+        schedule = "copy_engine"
+    made = choice.choose(problem, schedule, {})
+    if made.transport == "sequential" and problem.ranks > 1:
+        nbytes = problem.exchanged // problem.ranks * cost.COPY_RATE / cluster.nvlink
+        return made.transport, gemm_seconds(cluster, call) + exchange.seconds(int(nbytes), problem.ranks), 0.0
+    if made.transport != "copy_engine":
+        return made.transport, rates(cluster).MODELS[call.op, made.transport](problem, made), 0.0
     clock = Clock()
     group = Group(clock, cluster, problem, made)
     group.begin()
-    seconds = clock.run() + cost.CALL + (BESIDE[call.op] if problem.ranks > 1 else 0.0)
+    seconds = clock.run() + cost.CALL + (SIDE_STREAM[call.op] if problem.ranks > 1 else 0.0)
     return made.transport, seconds, group.net[0].bytes
-
-
-def sequential(cluster: Cluster, call: Call, problem: Problem) -> float:
-    """torch's product and an exchange kernel of `ops.exchange`."""
-    nbytes = problem.exchanged // problem.ranks
-    return gemm_seconds(cluster, call) + exchange.seconds(int(nbytes * cost.COPY_RATE / cluster.nvlink), problem.ranks)
 
 
 # a group that spans nodes
@@ -378,12 +394,12 @@ def _follow(clock: Clock, seconds: float, before: list[Signal | None], done: lis
 
 
 def gemm_seconds(cluster: Cluster, call: Call) -> float:
-    """torch's product on a rank."""
-    m, n, k = call.m, call.n, cdiv(call.k, cluster.ranks)
-    if call.op == "ag_gemm":
-        n, k = cdiv(call.n, cluster.ranks), call.k
-    moved = (m * k + n * k + m * n) * ITEM
-    return cost.TORCH + max(2 * m * n * k / cluster.rate, moved / cost.MEMORY_RATE)
+    """torch's product on a rank, which takes at least as long as its operands and its result take to memory and back."""
+    problem = call.problem(cluster, cluster.ranks)
+    n, k = (call.n, cdiv(call.k, cluster.ranks)) if call.op == "gemm_rs" else (problem.columns, call.k)
+    moved = (call.m * k + n * k + call.m * n) * ITEM
+    seconds: float = rates(cluster).torch_seconds(problem, call.m)
+    return max(seconds, cost.TORCH + moved / cost.MEMORY_RATE)
 
 
 def torch_seconds(cluster: Cluster, call: Call) -> float:
