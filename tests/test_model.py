@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fluxlike.kernels.tiles import py_remote_tile
 from fluxlike.ops import choice, cost
 from fluxlike.tools import model
 from fluxlike.tools import model_events as events
@@ -92,6 +93,22 @@ def test_tiles_come_in_the_order_of_the_kernels():
         assert len(tiles) == 4 * each
         needs = [tile.before is not None or tile.behind is not None for tile in tiles]
         assert needs == [False] * (3 * each) + [True] * each if call is RS else needs == [False] * each + [True] * (3 * each)
+
+
+@pytest.mark.parametrize("call", [RS, AG], ids=lambda call: call.op)
+def test_copies_go_to_the_owners_in_the_order_of_the_kernels(call, monkeypatch):
+    """gemm_rs: as the chunks are computed. ag_gemm: so that each rank gets its next neighbour's shard first."""
+    cluster, sent = Cluster(2, 3), []
+    monkeypatch.setattr(events.Group, "_send", lambda self, place, to, *what: sent.append((place, to)))
+    problem = call.problem(cluster, 6)
+    group = events.Group(Clock(), cluster, problem, choice.usual(problem, "copy_engine"))
+    subs, each = group.made.subs, group.height * group.made.subs * group.width
+    group.begin()
+    for place in range(3):
+        tiles = [py_remote_tile(tile, place, group.height, group.width, 6, subs, 8, False) for tile in range(5 * each)]
+        computed = list(dict.fromkeys(tile[0] for tile in tiles))
+        mine = [to for by, to in sent if by == place]
+        assert mine == [to for to in (computed if call is RS else computed[::-1]) for _ in range(subs)]
 
 
 @pytest.mark.parametrize("call", [RS, AG], ids=lambda call: call.op)
