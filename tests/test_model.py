@@ -147,7 +147,7 @@ def test_it_is_all_the_same_to_a_group_where_its_ranks_are(call):
 
 def test_rates_are_of_the_cluster_and_not_of_what_ops_choose_by():
     before = {name: value for name, value in vars(cost).items() if name.isupper()}
-    slow = events.rates(Cluster(nvlink=cost.COPY_RATE / 2, rate=cost.LONG_RATE / 4))
+    slow = events.rates(cost.COPY_RATE / 2, 1 / 4)
     assert slow.STORE_RATE == cost.STORE_RATE / 2 and slow.TILE_RATE == cost.TILE_RATE / 4
     small = replace(RS, m=1024, k=6144)  # in_kernel by choice, sequential with fewer rows
     for call in (small, replace(small, m=512)):

@@ -300,16 +300,16 @@ class Group:
 
 
 @lru_cache(maxsize=8)
-def rates(cluster: Cluster) -> ModuleType:
-    """`ops.cost` with the rates of a cluster: a copy of the module, as its constants are also what `ops` chooses by."""
+def rates(nvlink: float, faster: float) -> ModuleType:
+    """`ops.cost` with the rates of a `Cluster`: a copy of the module, as its constants are also what `ops` chooses by."""
     spec = importlib.util.find_spec(cost.__name__)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     for name in ("GEMM_RATE", "LONG_RATE", "TILE_RATE"):
-        setattr(found, name, getattr(cost, name) * cluster.faster)
+        setattr(found, name, getattr(cost, name) * faster)
     for name in ("COPY_RATE", "STORE_RATE"):
-        setattr(found, name, getattr(cost, name) * cluster.nvlink / cost.COPY_RATE)
+        setattr(found, name, getattr(cost, name) * nvlink / cost.COPY_RATE)
     return found
 
 
@@ -327,7 +327,7 @@ def group_call(cluster: Cluster, call: Call, schedule: str = "auto") -> tuple[st
         nbytes = problem.exchanged // problem.ranks * cost.COPY_RATE / cluster.nvlink
         return made.transport, gemm_seconds(cluster, call) + exchange.seconds(int(nbytes), problem.ranks), 0.0
     if made.transport != "copy_engine":
-        return made.transport, rates(cluster).MODELS[call.op, made.transport](problem, made), 0.0
+        return made.transport, rates(cluster.nvlink, cluster.faster).MODELS[call.op, made.transport](problem, made), 0.0
     clock = Clock()
     group = Group(clock, cluster, problem, made)
     group.begin()
@@ -398,7 +398,7 @@ def gemm_seconds(cluster: Cluster, call: Call) -> float:
     problem = call.problem(cluster, cluster.ranks)
     n, k = (call.n, cdiv(call.k, cluster.ranks)) if call.op == "gemm_rs" else (problem.columns, call.k)
     moved = (call.m * k + n * k + call.m * n) * ITEM
-    seconds: float = rates(cluster).torch_seconds(problem, call.m)
+    seconds: float = rates(cluster.nvlink, cluster.faster).torch_seconds(problem, call.m)
     return max(seconds, cost.TORCH + moved / cost.MEMORY_RATE)
 
 
