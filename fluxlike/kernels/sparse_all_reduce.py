@@ -12,6 +12,11 @@ its slot i. Flags, one for each K slots (a *chunk*) of a source: R rows for (A),
 
 Programs are of three kinds, the first ones first in the launch:
 
+A slot of more than HOT entries is *hot*. Its sum must be made one entry after the other, and one program can keep only so many
+loads in flight: in front of the launch `sparse_sums_kernel` adds up the hot slots, each by as many programs as it takes blocks of
+few columns, into ``sums``. As each of them has more than HOT entries, row begin // HOT is its own. Where ids are drawn by Zipf's
+law, the first ones share a chunk, whose program made all others wait for 4 ms at 50 000 ids a rank.
+
 push     takes chunks of the own slots: sums the entries of each, rounds, stores the row into its staging on all ranks that read
          it, itself too; then sets the chunk's flag there (A).
 reduce   OWNED only: an id that c ≥ 2 ranks have is owned by one of those, by turns. Takes chunks of own slots; of the owned ones it
@@ -49,6 +54,9 @@ from .sync import WAIT_PARTIAL, WAIT_RESULT, at_peer, peer_address, wait
 
 #: Entries of one id that are loaded together: their sum is made one after the other, as its order is given.
 AHEAD = tl.constexpr(4)
+#: Of a hot slot; and how many entries a slot has that is not hot.
+HOT_AHEAD = tl.constexpr(32)
+HOT = tl.constexpr(32)
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -68,6 +76,43 @@ def sum_entries(values, order, begin, end, columns, D: tl.constexpr):
             part = tl.load(values + entry[:, None] * D + columns[None, :], mask=more & inside, other=0.0)
             total = tl.where(more, total + part.to(tl.float32), total)
     return total
+
+
+@triton.jit
+def _sum_of_one(values, order, begin, end, columns, D: tl.constexpr):
+    """fp32 [columns]: the sum of the entries order[begin … end - 1], of which there is one at least, in that order."""
+    inside = columns < D
+    total = tl.load(values + tl.load(order + begin) * D + columns, mask=inside, other=0.0).to(tl.float32)
+    for turn in range(begin + 1, end, HOT_AHEAD):
+        for step in tl.static_range(HOT_AHEAD):
+            more = turn + step < end
+            entry = tl.load(order + turn + step, mask=more, other=0)
+            part = tl.load(values + entry * D + columns, mask=inside & more, other=0.0).to(tl.float32)
+            total = tl.where(more, total + part, total)
+    return total
+
+
+@triton.jit
+def sparse_sums_kernel(
+    values, order, starts, meta, sums, D: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
+    """sums [entries / HOT, D]: of each hot slot the sum of its entries, in row begin // HOT. Programs: a multiple of D / BC."""
+    parts = tl.cdiv(D, BC)
+    columns = tl.program_id(0) % parts * BC + tl.arange(0, BC)
+    group, groups = tl.program_id(0) // parts, tl.num_programs(0) // parts
+    count = tl.load(meta + 1).to(tl.int32)
+    lane = tl.arange(0, BS)
+    for start in range(0, count, groups * BS):
+        slot = start + group + groups * lane  # hot slots that follow each other go to different programs
+        begin = tl.load(starts + slot, mask=slot < count, other=0)
+        end = tl.load(starts + slot + 1, mask=slot < count, other=0)
+        left = (end - begin > HOT).to(tl.int32)
+        while tl.max(left) > 0:
+            at = tl.min(tl.where(left > 0, lane, BS))
+            first, last = tl.sum(tl.where(lane == at, begin, 0)), tl.sum(tl.where(lane == at, end, 0))
+            total = _sum_of_one(values, order, first, last, columns, D)
+            tl.store(sums + (first // HOT).to(tl.int64) * D + columns, total, mask=columns < D)
+            left = tl.where(lane == at, 0, left)
 
 
 @triton.jit
@@ -103,7 +148,7 @@ def _add(total, begun, staging, slots, reads, columns, PITCH: tl.constexpr):
 
 @triton.jit
 def _push(
-    values, order, starts, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
+    values, order, starts, sums, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -114,10 +159,14 @@ def _push(
             there = slot < count
             begin = tl.load(starts + slot, mask=there, other=0)
             end = tl.load(starts + slot + 1, mask=there, other=0)
+            hot = end - begin > HOT
             target = tl.load(targets + slot, mask=there, other=-1)
             for column in range(0, PITCH, BC):
                 columns = column + tl.arange(0, BC)
-                row = sum_entries(values, order, begin, end, columns, D).to(staging.dtype.element_ty)
+                row = sum_entries(values, order, begin, tl.where(hot, begin, end), columns, D)
+                made = sums + (begin // HOT).to(tl.int64)[:, None] * D + columns[None, :]
+                mask = hot[:, None] & (columns < D)[None, :]
+                row = tl.where(mask, tl.load(made, mask=mask, other=0.0), row).to(staging.dtype.element_ty)
                 at = slot.to(tl.int64)[:, None] * PITCH + columns[None, :]
                 for step in tl.static_range(R):
                     peer = (rank + step) % R
@@ -203,16 +252,18 @@ def _drain(
 
 @triton.jit(do_not_specialize=["rows", "room", "rank", "pushers", "reducers"])
 def sparse_all_reduce_kernel(
-    values, order, starts, targets, place, slots, owners, meta, y, staging, flags, epochs, ctl, rows, room, rank, pushers, reducers,
+    values, order, starts, sums, targets, place, slots, owners, meta, y, staging, flags, epochs, ctl,
+    rows, room, rank, pushers, reducers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call over ``values`` [entries, D] and the ids in ``order``; ``y`` [rows, D].
 
-    order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. targets [capacity]: the
-    rank that reads the row of an own slot, -1 if all do. place [capacity]: union rows of the own slots. slots [union, R]: slots of
-    the union rows, -1 where a rank has none. owners [union]: the rank that adds a row up, -1 if all do. meta: number of union rows,
-    of own slots. ``rows``: of y, if there are more than union rows; those behind become 0.
+    order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. sums: see
+    `sparse_sums_kernel`. targets [capacity]: the rank that reads the row of an own slot, -1 if all do. place [capacity]: union rows
+    of the own slots. slots [union, R]: slots of the union rows, -1 where a rank has none. owners [union]: the rank that adds a row
+    up, -1 if all do. meta: number of union rows, of own slots. ``rows``: of y, if there are more than union rows; those behind
+    become 0.
     ``room``: rows of staging for each source. K slots a chunk, U union rows a unit, BR × BC elements a tile; BR divides K and U.
     CHUNKS: flags of a source. S: R rounded up to a power of two. The first ``pushers`` programs push, the next ``reducers``
     reduce. MOST: programs that a launch may have.
@@ -223,7 +274,7 @@ def sparse_all_reduce_kernel(
     count = tl.load(meta + 1).to(tl.int32)
     if program < pushers:
         _push(
-            values, order, starts, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
+            values, order, starts, sums, targets, staging, flags, ctl, epoch, count, room, rank, program, pushers,
             R, S, D, PITCH, K, BR, BC, CHUNKS,
         )  # fmt: skip
     elif program < pushers + reducers:

@@ -53,7 +53,7 @@ def sparse_index_count_kernel(
     keys, counts, words, ends, number, length, value, rest, END: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """counts [2, programs]: of each block, distinct keys, keys but END. ``words`` [length] are ``value``, ``ends`` [rest] END."""
-    at, key, before = _block(keys, number, END, B)
+    _, key, before = _block(keys, number, END, B)
     tl.store(counts + tl.program_id(0), tl.sum(((key != before) & (key != END)).to(tl.int32)))
     tl.store(counts + tl.num_programs(0) + tl.program_id(0), tl.sum((key != END).to(tl.int32)))
     _fill(words, length, value, B)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..kernels.sparse_all_reduce import sparse_all_reduce_kernel
+from ..kernels import sparse_all_reduce as kernels
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, sparse_index, tiling, validate
 from .context import DTYPES
-from .exchange import MOST, OF_BULK, OPS, OVER, EpochContext, ExchangeContext, Kind
+from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import kept, resolve
 from .sparse_index import HEAD
 
@@ -26,6 +26,10 @@ NAME = "sparse_all_reduce"
 MODES = ("exact", "padded")
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
 TILE, COLUMNS, CHUNK, UNIT = 4096, 2048, 16, 64
+#: Entries that a slot may have without being hot. Of sums of hot slots: columns of a program, slots that it looks at together,
+#: programs a multiprocessor.
+HOT, SUM_COLUMNS, SUM_SLOTS, SUM_PROGRAMS = kernels.HOT.value, 128, 256, 8
+OF_SUMS = Compiled(warps=2)
 #: Of the programs of a launch, the parts that push and that reduce; the others drain.
 PUSHERS, REDUCERS = 3 / 8, 1 / 4
 #: Rows of staging are of a multiple of so many elements, but where they are narrow; each rank's are a multiple of so many.
@@ -84,6 +88,7 @@ class SparseAllReduceContext(EpochContext):
         self._pending: Pending | None = None
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None
+        self._no_sums = torch.empty(1, width, dtype=torch.float32, device=self.device)
         self._differs = self.world.executor.report(1)
         self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
@@ -198,11 +203,24 @@ class SparseAllReduceContext(EpochContext):
         """The values of the union rows, and if ``padded`` zeros up to ``rows``: [rows, width]. ``owned``: ids have owners."""
         y = torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
         local, table = pending.local, pending.table
-        tensors = [values, local.order, local.starts, table.targets, table.place, table.slots, table.owners, table.meta, y]
+        entries = local.order, local.starts
+        if len(values) > HOT:  # where no slot is hot, nothing is written or read
+            sums = torch.empty(cdiv(len(values), HOT), self.width, dtype=torch.float32, device=self.device)
+            summed = [values, *entries, table.meta, sums]
+            self.plan(("sums", *[t.data_ptr() % 16 for t in summed]), lambda: self._prepared_sums(summed))[1](summed)
+        else:
+            sums = self._no_sums
+        tensors = [values, *entries, sums, table.targets, table.place, table.slots, table.owners, table.meta, y]
         most = rows if padded else 0
         key = op, most, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
         self.plan(key, lambda: self._prepared(tensors, most, pending.capacity, op, owned))[1](tensors)
         return y
+
+    def _prepared_sums(self, tensors: Sequence[torch.Tensor]) -> Any:
+        parts = cdiv(self.width, SUM_COLUMNS)
+        groups = max(1, SUM_PROGRAMS * self.world.executor.programs // parts)
+        constants = dict(D=self.width, BC=SUM_COLUMNS, BS=SUM_SLOTS)
+        return self.prepare(kernels.sparse_sums_kernel, parts * groups, tensors, constants, OF_SUMS, tuple(range(len(tensors))))
 
     def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str, owned: bool) -> Any:
         programs = max(3, min(MOST, OVER * self.world.executor.programs))
@@ -214,7 +232,7 @@ class SparseAllReduceContext(EpochContext):
         constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
         constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST)
         args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room, self.rank, pushers, reducers)
-        return self.prepare(sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
+        return self.prepare(kernels.sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 
     def drop(self) -> None:
         self._pending = None

@@ -181,6 +181,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # parts, by reducers and drainers, and results of owners, of each the first and more; the two kinds of chunks
         "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
         # what the stream orders needs no signals
+        "sparse_sums_kernel": (0, 0, 0, 0),
         "sparse_index_count_kernel": (0, 0, 0, 0),
         "sparse_index_slots_kernel": (0, 0, 0, 0),
         "sparse_index_rows_kernel": (0, 0, 0, 0),
