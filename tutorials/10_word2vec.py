@@ -2,22 +2,22 @@
 
 Each word has a row in two tables, as a centre and as the context of others. A batch is of pairs of words that stand within four
 words of each other; the loss (skip-gram with negative sampling, a form of noise-contrastive estimation) draws their rows together
-and pushes those of random words, drawn by their number to the power 0.75, apart. So a step touches the rows of a few thousand words,
-whatever the size of the tables, and the gradients that the ranks must average are sparse. Four ways to do that:
+and pushes those of random words, drawn by their number to the power 0.75, apart. So a step touches the rows of a few thousand
+words, whatever the size of the tables, and the gradients that the ranks must average are sparse. Four ways to do that:
 
     gloo      torch.distributed's all-reduce of sparse tensors; it is on the host, so GPUs copy there and back
     dense     to_dense, then an all-reduce of a whole table, zeros and all (NCCL, on GPUs)
     horovod   all-gather ids and values, and add up what has the same id
     ours      `fluxlike.sparse_all_reduce_`; `fluxlike.nn.Embedding` sends the ids ahead in the forward pass
 
-All train from the same weights on the same batches. DistributedDataParallel would call "ours" by itself (`sparse_allreduce_hook`, in
-docs/sparse_all_reduce.md); here each is a function from a gradient to the average, and the loop is the same for all.
+All train from the same weights on the same batches. DistributedDataParallel would call "ours" by itself (`sparse_allreduce_hook`,
+in docs/sparse_all_reduce.md); here each is a function from a gradient to the average, and the loop is the same for all.
 
-The check: after all steps each word's vectors are those of "dense", as are those of "gloo". The ways differ in the order in which they
-add up in fp32. An addition is off by 2⁻²⁴ = 6e-8 of its result at most, sums of many by some times that, and the steps that follow
-carry it on: 300 steps on the CPU have come to 3e-7 of the largest weight. TOLERANCE is 1e-4, as a batch of GPUs has a word thousands of
-times; a gradient left out, or one too many, is a thousand times that. Adagrad begins with a sum of squares of 1, not 0, or it would
-make a full step of a gradient that is but rounding, and would be blind to a wrong factor. And all ranks have the same bits.
+The check: after all steps each word's vectors are those of "dense", and those of "gloo" are, too. The ways differ in the order in
+which they add up in fp32. An addition is off by 2⁻²⁴ = 6e-8 of its result at most, sums of many by some times that, and the steps
+that follow carry it on: 300 steps of gloo and dense on the CPU come to 3e-7 of the largest weight. TOLERANCE is 1e-4 of it, as a
+large batch has a word thousands of times. Adagrad begins with a sum of squares of 1, not 0, or it would make a full step of a
+gradient that is but rounding, and would be blind to a wrong factor ("sum" for "avg"). And all ranks have the same bits.
 
 The text: tutorials/data/README.md. Real words are few; with --vocabulary above them, the tables have rows of made-up words, which
 come as negatives only, ever rarer. That is the table of a larger text, as far as transfers know.
@@ -25,7 +25,7 @@ come as negatives only, ever rarer. That is the table of a larger text, as far a
 Without GPUs, times are those of an interpreter and mean nothing. Few steps are made there, so "dense" goes on for --more steps from
 the weights that "ours" has, until words have neighbours that make sense.
 
-Run: bash scripts/launch.sh tutorials/10_word2vec.py [--vocabulary N] [--width D] [--steps N] [--batch B] [--negatives K] [--out DIR]
+Run: bash scripts/launch.sh tutorials/10_word2vec.py [--vocabulary N] [--width D] [--steps N] [--batch B] [--out DIR]
 """
 
 import argparse
