@@ -92,10 +92,11 @@ def read(path: Path, vocabulary: int) -> Text:
 def batches(text: Text, args: argparse.Namespace, device: torch.device) -> list[Step]:
     """This rank's, of each step."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    noise = text.counts**0.75
     made = []
     for _ in range(args.steps + args.more):
         pairs = text.pairs[torch.randint(len(text.pairs), (args.batch,), generator=generator)]
-        negatives = torch.multinomial(text.counts**0.75, args.negatives, True, generator=generator)
+        negatives = torch.multinomial(noise, args.negatives, True, generator=generator)
         made.append((pairs[:, 0].to(device), torch.cat([pairs[:, 1], negatives]).to(device)))
     return made
 
@@ -251,7 +252,9 @@ def main(args: argparse.Namespace) -> int:
     say("words that are near each other:")
     say("\n".join(neighbours(text.names, last.weights[0])))
     largest = max(float(weight.abs().max()) for weight in dense.weights)
-    say("method    ms a step   × ours   weights off by" if device.type == "cuda" else "(times of an interpreter mean nothing)")
+    if device.type != "cuda":
+        say("the times are those of an interpreter and mean nothing")
+    say("method    ms a step   × ours   weights off by")
     off = {}
     for name, trained in found.items():
         pairs = zip(trained.weights, dense.weights, strict=True)
