@@ -1,4 +1,7 @@
-"""`bench sparse_all_reduce`: tables, bytes, and that every way to compute it is right and a wrong one is found."""
+"""`bench sparse_all_reduce`: tables, bytes, plots, and that every way to compute it is right and a wrong one is found."""
+
+import json
+import sys
 
 import pytest
 import ranks
@@ -7,7 +10,7 @@ import torch
 pytest.importorskip("rich")
 
 import fluxlike
-from fluxlike.tools import bench, bench_sparse, sparse_baselines
+from fluxlike.tools import bench, bench_records, bench_report, bench_sparse, sparse_baselines
 from fluxlike.tools.bench_peers import Peers
 from fluxlike.tools.bench_report import Result, Row
 from fluxlike.tools.bench_sparse import Table, parse_tables, traffic
@@ -67,6 +70,82 @@ def test_report():
     said = report.as_json()["shapes"][0]
     assert said["union"] == moved.union and said["bytes"]["rows_in"] == 40 * moved.rows_in
     assert f"{moved.union} ids in all" in report.compared()[0]
+
+
+def swept(ranks, factor=1.0):
+    """A report on tables of which two differ by their entries only; "padded" failed on the larger."""
+    results = [
+        Result(Table(500, 4, entries), [Row("horovod", rounds_ms=[entries * factor]), Row("exact", rounds_ms=[factor])])
+        for entries in (40, 20)
+    ]
+    results[1].rows.append(Row("padded", rounds_ms=[0.5]))
+    results.append(Result(Table(60, 4, 20), [Row("exact", rounds_ms=[3.0])]))
+    how = "sparse_all_reduce", "sparsity", ranks, "eager", "float32", 4, {}, {"gpu": "a GPU"}
+    return bench_sparse.Report(*how, results)
+
+
+def drawn_lines(monkeypatch):
+    """What `Axes.plot` is called with from here on: label: points."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    draw, lines = axes.plot, {}
+
+    def plot(self, x, y, *style, label, **how):
+        lines[label] = list(zip(x, y, strict=True))
+        return draw(self, x, y, *style, label=label, **how)
+
+    monkeypatch.setattr(axes, "plot", plot)
+    return lines
+
+
+def test_time_over_sparsity(tmp_path, monkeypatch):
+    lines, report = drawn_lines(monkeypatch), swept(4)
+    assert bench_report.plot(report, tmp_path / "plot.png") is None
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    limit = lines.pop("limit T*")
+    assert lines == {"horovod": [(20, 20), (40, 40)], "exact": [(20, 1), (40, 1)], "padded": [(20, 0.5)]}
+    assert limit == [(entries, traffic(Table(500, 4, entries), 4).bound * 16 / 360e9 * 1e3) for entries in (20, 40)]
+
+
+def test_no_order_of_tables(tmp_path):
+    report = swept(4)
+    del report.results[1]
+    assert "--suite sparsity" in bench_report.plot(report, tmp_path / "plot.png")
+    report = swept(4)
+    for row in report.results[0].rows:
+        row.rounds_ms = []
+    assert "it needs times" in bench_report.plot(report, tmp_path / "plot.png") and not list(tmp_path.iterdir())
+
+
+def plot_records(paths, out):
+    return bench.main(["sparse_all_reduce", "--out", str(out), "--plot-records", *map(str, paths)])
+
+
+def test_time_over_ranks(tmp_path, monkeypatch, capsys):
+    paths = [swept(4, 2.0).save(tmp_path), swept(2).save(tmp_path)]
+    lines = drawn_lines(monkeypatch)
+    assert plot_records(paths, tmp_path / "new") == 0
+    assert (tmp_path / "new" / "sparse_all_reduce-ranks.png").read_bytes().startswith(b"\x89PNG")
+    last_panels = {"horovod": [(2, 20), (4, 40)], "exact": [(2, 3), (4, 3)], "padded": [(2, 0.5), (4, 0.5)]}
+    assert lines == last_panels
+    found = bench_records.panels(bench_records.read("sparse_all_reduce", paths))
+    assert list(found) == [f"{table}×uniform, float32, eager" for table in ("500×4×40", "500×4×20", "60×4×20")]
+    assert found["500×4×40×uniform, float32, eager"] == {"horovod": [(2, 40), (4, 80)], "exact": [(2, 1), (4, 2)]}
+
+
+def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
+    path = swept(4).save(tmp_path)
+    assert plot_records([path], tmp_path) == 1 and "two numbers of ranks" in capsys.readouterr().out
+    (tmp_path / "other").mkdir()
+    assert plot_records([path, swept(4, 2.0).save(tmp_path / "other")], tmp_path) == 2
+    assert "two records have times of horovod at 500×4×40×uniform on 4 ranks" in capsys.readouterr().out
+    other = tmp_path / "other.json"
+    for text, said in (("{", "is no record"), ("[]", "is no record"), (json.dumps({"op": "gemm_rs"}), "of 'gemm_rs'")):
+        other.write_text(text)
+        assert plot_records([path, other], tmp_path) == 2 and said in capsys.readouterr().out
+    assert plot_records([tmp_path / "none.json"], tmp_path) == 2 and "none.json is no record" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot_records([path, swept(2).save(tmp_path)], tmp_path) == 1
+    assert "matplotlib is missing" in capsys.readouterr().out and not list(tmp_path.glob("*.png"))
 
 
 def measured(group, wrong):

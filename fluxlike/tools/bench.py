@@ -26,7 +26,7 @@ Protocol
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
 This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
 report; bench_bursts: for many reductions at once; bench_sparse: for sparse_all_reduce. bench_peers: agreement. bench_report:
-output.
+output; bench_records: the plot over the number of ranks.
 """
 
 import argparse
@@ -45,7 +45,7 @@ import torch
 
 from ..ops import tuning
 from ..runtime import world
-from . import bench_report, command
+from . import bench_records, bench_report, command
 from .bench_bursts import Bursts
 from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
@@ -391,6 +391,8 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in kinds.items())
     parser.add_argument("--methods", help=f"some of {several} (all)")
     parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
+    records = "measure nothing: draw time over the number of ranks, from records of several runs, into --out"
+    parser.add_argument("--plot-records", nargs="+", metavar="JSON", help=records)
     command.add_dtype(parser)
     parser.add_argument("--seconds", type=float, help="begin no new shape after so many seconds")
     asked = parser.parse_args(argv)
@@ -416,6 +418,8 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
+    if asked.plot_records:
+        return bench_records.plot(asked.op, asked.plot_records, asked.out or ".")
     if command.lacks("bench", "rich", "rich matplotlib"):
         return 2
 

@@ -86,6 +86,7 @@ def traffic(table: Table, ranks: int) -> Traffic:
 
 SUITES: dict[str, tuple[Table, ...]] = {
     "headline": tuple(parse_tables("5000000x2048x50000,5000000x2048x50000:zipf,5000000x2048x10000,250000x512x50000:zipf")),
+    "sparsity": tuple(Table(5_000_000, 2048, entries) for entries in (1000, 3000, 10_000, 25_000, 50_000)),
     "toy": tuple(parse_tables("64x8x12,500x3x40:zipf")),  # small enough for the interpreter
 }
 
@@ -159,8 +160,41 @@ class Report(bench_report.Report):
             lines.append(f"{result.shape}: {moved.union} ids in all; {text}")
         return lines
 
+    def lines(self) -> dict[tuple[int, int, str], list[Result]]:
+        """Results that differ by their entries only, of two and more tables, in ascending order."""
+        found: dict[tuple[int, int, str], list[Result]] = {}
+        for result in self.results:
+            if any(row.ms for row in result.rows):
+                table = result.shape
+                found.setdefault((table.rows, table.columns, table.sampling), []).append(result)
+        return {key: sorted(some, key=lambda result: result.shape.entries) for key, some in found.items() if len(some) > 1}
+
     def drawable(self) -> str | None:
-        return "no plot: tables have no order"
+        why = "no plot: it needs times of tables that differ by their entries only; --suite sparsity has some"
+        return None if self.lines() else why
+
+    def draw(self, figure: Any) -> None:
+        """Time over the entries of a rank's gradient, both on log axes: a panel a table, a line a method."""
+        panels = self.lines()
+        figure.set_size_inches(max(7, 5 * len(panels)), 4.5)
+        for axes, ((rows, columns, sampling), results) in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
+            for method in dict.fromkeys(row.method for result in results for row in result.rows):
+                points = [(result.shape.entries, ms) for result in results if (ms := self.times(result).get(method))]
+                if points:
+                    style = "-o" if method in SparseAllReduce.OURS else "--s"
+                    axes.plot(*zip(*points, strict=True), style, markersize=3, label=method)
+            limits = [(result.shape.entries, limit) for result in results if (limit := self.limit(result))]
+            if limits:  # none on one rank
+                axes.plot(*zip(*limits, strict=True), "k:", label="limit T*")
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel(f"entries of a rank, of {rows} rows of {columns}, {sampling}")
+            axes.set_ylabel("ms a call")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7, ncols=2)
+        figure.suptitle(self.title(), fontsize=9)
 
 
 # the problem
