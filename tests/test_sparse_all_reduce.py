@@ -104,6 +104,30 @@ def test_kinds(ranks):
     run_ranks(kinds, ranks)
 
 
+def hot(group):
+    """Ids that come once, up to HOT times, just above it and much more often; hot slots side by side and apart, in blocks of 4."""
+    rank, before = dist.get_rank(group), (op_file.SUM_COLUMNS, op_file.SUM_SLOTS)
+    op_file.SUM_COLUMNS, op_file.SUM_SLOTS = 32, 4
+    try:
+        times = [1, op_file.HOT, op_file.HOT + 1, 3 * op_file.HOT + 5, 2, 1, 1, 1, 1, 70 + rank, 1, op_file.HOT + 2]
+        ids = torch.arange(len(times)).repeat_interleave(torch.tensor(times))
+        ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(rank))].tolist()
+        for dtype, width in ((torch.float32, 70), (torch.bfloat16, 3)):
+            x = gradient(ids, (12, width), dtype, rank)
+            x._values()[ids.index(3)] = -0.0
+            same(fluxlike.sparse_all_reduce(x, "avg", group), fluxlike.reference.sparse_all_reduce(x, "avg", group), str(dtype))
+        x = gradient([11] * (op_file.HOT + 1), (12, 2))  # minus zero is what sums of it are
+        x._values().fill_(-0.0)
+        assert torch.signbit(fluxlike.sparse_all_reduce(x, "sum", group).values()).all()
+    finally:
+        op_file.SUM_COLUMNS, op_file.SUM_SLOTS = before
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ids_that_come_often(ranks):
+    run_ranks(hot, ranks)
+
+
 def truth():
     """The reference against a sum that anybody can read."""
     x = torch.sparse_coo_tensor([[4, 1, 4]], [[1.0, 2.0], [4.0, -0.0], [0.5, 8.0]], (6, 2), check_invariants=True)
