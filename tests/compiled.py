@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
 
+import cover
 import pytest
 
 from fluxlike.tools.lint import rules, variants
@@ -18,7 +19,7 @@ ALL = [(case, capability) for capability in variants.CAPABILITIES for case in va
 
 @functools.cache
 def _pool() -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"))
+    pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"), initializer=cover.quiet)
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
     return pool
 

@@ -22,8 +22,8 @@ from ranks import Outcome, run_fresh
 pytestmark = pytest.mark.slow
 
 RANKS = 3
-#: Mutants at a time, of three ranks each, which wait for each other most of the time.
-WORKERS = 4
+#: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
+WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one.
 SHORT, LONG = "5", "60"
