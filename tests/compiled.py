@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
 
-import cover
 import pytest
 
 from fluxlike.tools.lint import rules, variants
@@ -19,7 +18,7 @@ ALL = [(case, capability) for capability in variants.CAPABILITIES for case in va
 
 @functools.cache
 def _pool() -> ProcessPoolExecutor:
-    pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"), initializer=cover.quiet)
+    pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"))
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
     return pool
 

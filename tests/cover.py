@@ -1,8 +1,8 @@
 """Line coverage without its price: a tracer looks at each call in Triton's interpreter, which nearly doubles the time of the tests.
 
 The C tracer of Python 3.11 cannot leave a module out. So a rank traces the programs of a kernel in the first launch of each variant
-of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked; Triton's compiler is never traced. From Python
-3.12 on coverage can use sys.monitoring, which is switched off line by line, and none of this is needed.
+of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked. From Python 3.12 on coverage can use
+sys.monitoring, which is switched off line by line, and none of this is needed.
 """
 
 import contextlib
@@ -49,24 +49,10 @@ def begin(config: str, kernels: bool) -> None:
 
 
 def quiet(kernels: bool = True) -> None:
-    """From now on kernels run and compile untraced in this process, but for first launches where asked.
-
-    Needs nothing where nobody traces.
-    """
+    """From now on kernels run untraced in this process, but for first launches where asked; needs nothing where nobody traces."""
     if not is_measured() or sys.gettrace() is None:
         return
-    import triton
-
     from fluxlike.runtime import programs
-
-    compiler = triton.compile
-
-    @functools.wraps(compiler)
-    def quiet_compiler(*args: Any, **how: Any) -> Any:
-        with untraced():
-            return compiler(*args, **how)
-
-    triton.compile = quiet_compiler
 
     run_grid = programs.run_grid
 
@@ -80,17 +66,10 @@ def quiet(kernels: bool = True) -> None:
     programs.run_grid = quieter
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """No lines of this thread are measured."""
+def _untraced(body: Callable) -> None:
     before = sys.gettrace()
     sys.settrace(None)
     try:
-        yield
+        body()
     finally:
         sys.settrace(before)
-
-
-def _untraced(body: Callable) -> None:
-    with untraced():
-        body()
