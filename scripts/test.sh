@@ -84,9 +84,12 @@ if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . |
 if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
 beside=()
 if [ -n "$covered" ] && [ $# -eq 0 ]; then
-  # These compile, in one process or two, while the ranks of the others wait for each other. Mutants are not among them: what is
-  # to catch one shall not be that the machine is busy.
+  # About half of the time: what compiles, then ranks whose tests have no tight limits, while the ranks of the others wait for each
+  # other. Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it
+  # is busy.
   beside=(tests/test_{choice,lint,ptx,tiles,topology,topology_detect,tune}.py)
+  beside+=(tests/test_{async_tp,library,nn,bench,bench_ranks,bench_sparse,doctor,links,interpreter,interpreter_language}.py)
+  beside+=(tests/test_{public_api,numerics,offsets,security}.py)
   "$PYTHON" "${run[@]}" -p no:cacheprovider -m "$which" "${beside[@]}" >"$covered/beside.log" 2>&1 &
   second=$!
   trap 'kill "$second" 2>/dev/null || true' EXIT

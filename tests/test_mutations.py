@@ -11,6 +11,7 @@ import concurrent.futures
 import fnmatch
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import mutate
 import mutate_source
@@ -19,11 +20,12 @@ from mutant_process import CALLS, KERNELS, NAMES, on_compiler, on_ranks
 from mutate import Mutant
 from ranks import Outcome, run_fresh
 
-pytestmark = pytest.mark.slow
+#: The first of them waits for others.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RANKS = 3
-#: Mutants at a time, of three ranks each, which wait for each other most of the time.
-WORKERS = 4
+#: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
+WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one.
 SHORT, LONG = "5", "60"
@@ -124,13 +126,12 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in KERNELS if not kernel.startswith(tuple(others)))
 
 
-def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, **where: str) -> str:
+def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 240, **where: Any) -> str:
     """What the ranks say of a mutant in the scenes of ``pairs``."""
     # four programs, so that two of them push the shards of ag_gemm
     environment = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": LONG, "FLUXLIKE_CPU_PROGRAMS": "4"}
-    outcomes = run_fresh(
-        on_ranks, RANKS, environment, timeout=240, grace=0.3, measure="nothing", plan=pairs, compiled=compiled, limit=limit, **where
-    )  # fmt: skip
+    where |= {"plan": pairs, "compiled": compiled, "limit": limit}
+    outcomes = run_fresh(on_ranks, RANKS, environment, timeout=timeout, grace=0.3, measure="nothing", **where)
     if all(outcome.ok for outcome in outcomes):
         return ""
     said = [found for outcome in outcomes if (found := _caught(outcome))]
@@ -151,16 +152,32 @@ def _caught(outcome: Outcome) -> str:
     return ""
 
 
+def judge_sources(how: str, directory: Path) -> str:
+    """What is found in the sources as they are: in all scenes, "interpreted" or "as compiled", or by the lint, "compiled"."""
+    source, module = mutate_source.PACKAGE / "kernels/sync.py", "fluxlike.kernels.sync"
+    if how == "compiled":
+        copied = directory / "sync.py"
+        copied.write_bytes(source.read_bytes())
+        reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.transports(kernel)]
+        return on_the_lint(reached, module=module, file=str(copied))
+    return on_the_heap(PAIRS, how == "as compiled", LONG, timeout=900, module=module, file=str(source))
+
+
 # the tests
 
 
 @pytest.fixture(scope="module")
 def judged(request, tmp_path_factory) -> Iterator[dict[str, concurrent.futures.Future]]:
-    """What caught each mutant that this session asks for; they are judged a few at a time, ahead of the tests."""
+    """What caught each mutant that this session asks for; they are judged a few at a time, ahead of the tests.
+
+    The sources as they are come first, as they take longest.
+    """
     directory = tmp_path_factory.mktemp("mutants")
+    whole = [item.callspec.params["how"] for item in request.session.items if item.originalname == "test_nothing_taken_away"]
     wanted = [item.callspec.params["mutant"] for item in request.session.items if item.originalname == "test_a_mutant_is_caught"]
     with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
-        yield {mutant.name: pool.submit(judge, mutant, directory) for mutant in wanted}
+        sources = {how: pool.submit(judge_sources, how, directory) for how in whole}
+        yield sources | {mutant.name: pool.submit(judge, mutant, directory) for mutant in wanted}
         pool.shutdown(cancel_futures=True)
 
 
@@ -173,18 +190,10 @@ def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
         assert found, f"nobody noticed this; improve a check, or say in SURVIVORS why it is no fault:\n{mutant.difference()}"
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["interpreted", "as compiled"])
-def test_nothing_taken_away(compiled: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["interpreted", "as compiled", "compiled"])
+def test_nothing_taken_away(how: str, judged) -> None:
     """The scenes, and the waits as a compiler sees them, with the sources as they are."""
-    source = mutate_source.PACKAGE / "kernels/sync.py"
-    assert on_the_heap(PAIRS, compiled, LONG, module="fluxlike.kernels.sync", file=str(source)) == ""
-
-
-def test_nothing_taken_away_compiled(tmp_path: Path) -> None:
-    source = tmp_path / "sync.py"
-    source.write_bytes((mutate_source.PACKAGE / "kernels/sync.py").read_bytes())
-    reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.transports(kernel)]
-    assert on_the_lint(reached, module="fluxlike.kernels.sync", file=str(source)) == ""
+    assert judged[how].result() == ""
 
 
 def test_survivors_are_mutants() -> None:
