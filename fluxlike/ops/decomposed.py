@@ -211,8 +211,9 @@ def scatter(
         local[rank], ctx.data, y if bias is None else bias, y, ctx.full, ctx.ctl,
         n, ld, ctx.set_elements, full, rows, int(bias is not None), rank,
     )  # fmt: skip
-    constants = dict(R=ranks, BM=_SUM.bm, BN=_SUM.bn, VEC=n % 16 == 0)
-    blocks = cdiv(rows, _SUM.bm) * cdiv(n, _SUM.bn)
+    columns = 32 if ctx.world.executor.capability == tiling.CPU else _SUM.bn  # small ones there have several programs, too
+    constants = dict(R=ranks, BM=_SUM.bm, BN=columns, VEC=n % 16 == 0)
+    blocks = cdiv(rows, _SUM.bm) * cdiv(n, columns)
     plan = Scatter([], [], [], [])
     for slot in (0, 1):
         plan.credits.append(_credits(ctx, slot))
