@@ -4,6 +4,7 @@ Each test makes processes of its own, breaks one of them, and looks at how all o
 there a signal can be taken out of a kernel, since it is interpreted from its source.
 """
 
+import logging
 import os
 import random
 import signal
@@ -283,6 +284,37 @@ def leave_early(group):
             told = str(error)
     fluxlike.finalize()
     return told
+
+
+def raise_by_itself(group):
+    """One rank raises between calls, while the others wait for it in a collective of torch's."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append((time.monotonic(), record.getMessage()))
+    logging.getLogger("fluxlike").addHandler(handler)
+    start()
+    try:
+        try:
+            if dist.get_rank() == GUILTY:
+                raise KeyError("no such layer")
+            time.sleep(2 * LIMIT_S)
+        finally:
+            since = time.monotonic()
+            fluxlike.finalize()
+    except KeyError:
+        pass
+    return [(at - since, message) for at, message in said if "no such layer" in message]
+
+
+def test_who_raises_says_so_before_it_waits_for_the_others():
+    for outcome in fresh(raise_by_itself, env={"FLUXLIKE_TIMEOUT_S": str(LIMIT_S)}, timeout=40):
+        assert outcome.ok, str(outcome)
+        if outcome.rank != GUILTY:
+            assert not outcome.value
+            continue
+        ((after, message),) = outcome.value
+        assert after < LIMIT_S / 2
+        assert f"rank {GUILTY}: KeyError: 'no such layer'; fluxlike.finalize waits up to {LIMIT_S:g} s" in message
 
 
 def test_creation_without_one_rank_does_not_hang():

@@ -71,7 +71,7 @@ DRIFT = 5.0
 BESIDE = 0.12
 #: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted to two GPUs.
 SUMMED, GATHERED = 25e-6, 12e-6
-#: Seconds that the host takes for such a call, and for each rank's part of it; 160 to 250 with two ranks, on several hosts.
+#: Seconds that the host takes for such a call, and for each rank's part of it: what slow hosts took at least, two ranks.
 HOST, HOST_PART = 110e-6, 45e-6
 #: K of a context that does not know it.
 LARGE_K = 32768

@@ -77,7 +77,7 @@ class ControlGroup:
             name, dist.distributed_c10d._get_default_store()
         )
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._limit()))
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.limit()))
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
         _connections.add(self._gloo)
@@ -89,7 +89,7 @@ class ControlGroup:
         return len(self.nodes) > 1
 
     @staticmethod
-    def _limit() -> float:
+    def limit() -> float:
         """Seconds for the ranks to come, as the environment has it now."""
         try:
             return env.timeout_s()
@@ -98,7 +98,7 @@ class ControlGroup:
 
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
-            f"{what}: not every rank of {self.ranks} came within {self._limit():g} s ({str(error).splitlines()[0]}); "
+            f"{what}: not every rank of {self.ranks} came within {self.limit():g} s ({str(error).splitlines()[0]}); "
             "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
         )
 
@@ -139,7 +139,7 @@ class ControlGroup:
     def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
-        how.timeout = timedelta(seconds=self._limit())
+        how.timeout = timedelta(seconds=self.limit())
         try:
             self._gloo.allgather([parts], [mine], how).wait()
         except RuntimeError as error:
@@ -151,13 +151,13 @@ class ControlGroup:
         work = self._message(lambda: self._gloo.send([message], to, tag), to, f"{what}: sending")
 
         def sent(kept: torch.Tensor = message) -> None:
-            self._message(lambda: work.wait(timedelta(seconds=self._limit())), to, f"{what}: sending")
+            self._message(lambda: work.wait(timedelta(seconds=self.limit())), to, f"{what}: sending")
 
         return sent
 
     def receive(self, message: torch.Tensor, source: int, tag: int, what: str) -> None:
         """Wait for a message. PeerTimeout if it does not come."""
-        wait = timedelta(seconds=self._limit())
+        wait = timedelta(seconds=self.limit())
         self._message(lambda: self._gloo.recv([message], source, tag).wait(wait), source, f"{what}: receiving")
 
     def _message(self, step: Callable[[], Any], peer: int, what: str) -> Any:
@@ -166,7 +166,7 @@ class ControlGroup:
         except RuntimeError as error:
             node = next(node for node, places in enumerate(self.nodes) if peer in places)
             raise PeerTimeout(
-                f"{what}: rank {self.ranks[self.rank]} waited up to {self._limit():g} s for rank {self.ranks[peer]} on node {node} "
+                f"{what}: rank {self.ranks[self.rank]} waited up to {self.limit():g} s for rank {self.ranks[peer]} on node {node} "
                 f"({str(error).splitlines()[0]}). All ranks must be alive, reach each other and make the same calls in the same "
                 "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
             ) from error

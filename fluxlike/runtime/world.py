@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 from typing import Any, Protocol
 
@@ -227,7 +228,7 @@ def finalize() -> None:
     """End fluxlike: close every context and the heap. Collective; safe after an error, and without init it does nothing.
 
     Raises the error of a context whose failure nobody has seen yet, after everything is closed. In a forked child it does nothing:
-    what is open belongs to the parent.
+    what is open belongs to the parent. In a ``finally`` behind an exception it says first what that was, as the others may be long.
     """
     global _world
     if _world is not None and _world.is_forked:
@@ -235,6 +236,12 @@ def finalize() -> None:
     world, _world = _world, None
     if world is None:
         return
+    error = sys.exc_info()[1]
+    if error is not None and world.control.size > 1:
+        log.error(
+            "rank %d: %s: %s; fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others, then the traceback comes",
+            dist.get_rank(), type(error).__name__, error, world.control.limit(),
+        )  # fmt: skip
     try:
         world.close()
     finally:
