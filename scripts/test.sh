@@ -88,7 +88,7 @@ if [ -n "$covered" ] && [ $# -eq 0 ]; then
   # other. Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it
   # is busy.
   beside=(tests/test_{choice,lint,ptx,tiles,topology,topology_detect,tune}.py)
-  beside+=(tests/test_{async_tp,library,nn,bench,bench_ranks,bench_sparse,doctor,links,interpreter,interpreter_language}.py)
+  beside+=(tests/test_{async_tp,library,nn,bench,bench_ranks,bench_sparse,doctor,links}.py)
   beside+=(tests/test_{public_api,numerics,offsets,security}.py)
   "$PYTHON" "${run[@]}" -p no:cacheprovider -m "$which" "${beside[@]}" >"$covered/beside.log" 2>&1 &
   second=$!

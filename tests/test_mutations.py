@@ -9,6 +9,7 @@ reason why it is no fault; one that stands there and is caught fails as well.
 
 import concurrent.futures
 import fnmatch
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,12 @@ def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
 def test_nothing_taken_away(how: str, judged) -> None:
     """The scenes, and the waits as a compiler sees them, with the sources as they are."""
     assert judged[how].result() == ""
+
+
+@pytest.mark.parametrize("name", mutate.DATA)
+def test_a_file_without_mutants_has_no_signals(name: str) -> None:
+    text = (mutate_source.PACKAGE / "kernels" / f"{name}.py").read_text()
+    assert "@triton.jit" in text and not re.search(r"from \.|atomic_|asm|barrier|while ", text.partition('"""\n\nimport')[2])
 
 
 def test_survivors_are_mutants() -> None:

@@ -165,9 +165,11 @@ def _push(
             for column in range(0, PITCH, BC):
                 columns = column + tl.arange(0, BC)
                 row = sum_entries(values, order, begin, tl.where(hot, begin, end), columns, D)
-                made = sums + (begin // HOT).to(tl.int64)[:, None] * D + columns[None, :]
-                mask = hot[:, None] & (columns < D)[None, :]
-                row = tl.where(mask, tl.load(made, mask=mask, other=0.0), row).to(staging.dtype.element_ty)
+                if tl.max(hot.to(tl.int32)) > 0:
+                    made = sums + (begin // HOT).to(tl.int64)[:, None] * D + columns[None, :]
+                    mask = hot[:, None] & (columns < D)[None, :]
+                    row = tl.where(mask, tl.load(made, mask=mask, other=0.0), row)
+                row = row.to(staging.dtype.element_ty)
                 at = slot.to(tl.int64)[:, None] * PITCH + columns[None, :]
                 for step in tl.static_range(R):
                     peer = (rank + step) % R

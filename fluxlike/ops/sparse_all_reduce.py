@@ -48,7 +48,8 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, width: int) -> "Shapes":
         columns = min(1 << (width - 1).bit_length(), COLUMNS)
-        rows = max(1, min(1024, TILE // columns))
+        # of 64 columns a whole tile, with the pointers of 64 rows, spills registers
+        rows = TILE // (2 * NARROW) if columns == NARROW else max(1, min(1024, TILE // columns))
         pitch = width if width < NARROW else tiling.round_up(width, ROW)
         return cls(pitch, rows, columns, max(CHUNK, rows), max(UNIT, rows))
 

@@ -143,7 +143,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
 def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
-    peers, copies = given["R"] - 1, given.get("COPY_ENGINE", False)
+    peers, copies = given.get("R", 1) - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
     owned = int(given.get("OWNED", False))
@@ -200,6 +200,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
             "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
             "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
+            "sparse_sums_kernel": replace(spec, local=2 * FEW),
         }
         return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
