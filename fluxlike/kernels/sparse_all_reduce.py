@@ -10,12 +10,12 @@ rank, its *union row* the place among those of all ranks. So values go straight 
 Memory on the heap of each rank: *staging*, for each source rank ``room`` rows of PITCH elements of the wire's dtype, row i for
 its slot i. Flags, one for each K slots (a *chunk*) of a source: R rows for (A), then R rows for (B), CHUNKS in each.
 
-Programs are of three kinds, the first ones first in the launch:
-
 A slot of more than HOT entries is *hot*. Its sum must be made one entry after the other, and one program can keep only so many
 loads in flight: in front of the launch `sparse_sums_kernel` adds up the hot slots, each by as many programs as it takes blocks of
 few columns, into ``sums``. As each of them has more than HOT entries, row begin // HOT is its own. Where ids are drawn by Zipf's
 law, the first ones share a chunk, whose program made all others wait for 3 ms at 50 000 ids a rank.
+
+Programs are of three kinds, the first ones first in the launch:
 
 push     takes chunks of the own slots: sums the entries of each, rounds, stores the row into its staging on all ranks that read
          it, itself too; then sets the chunk's flag there (A).
@@ -42,8 +42,9 @@ Protocol and proofs
 
 Sizes: a chunk of 16 rows of 8 KB is 128 KB a peer, so that its release, a trip over the wire, is little beside its stores; a unit
 of 64 rows has a few chunks to wait for. With owners a rank gets c - 1 rows, or one, of each id, never more than a ring all-reduce
-of the whole table, so there is no dense way beside this one. Measured:
-docs/sparse_all_reduce.md.
+of the whole table, so there is no dense way beside this one.
+
+Measured: docs/sparse_all_reduce.md.
 """
 
 import triton

@@ -216,7 +216,8 @@ def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> 
     possible = choice.usuals(problem)
     options = [option for option in possible if option.transport in times]
     best = min((option.transport for option in options), key=lambda name: times[name])
-    if times[best] * 1e-3 > MISSED * min(choice.predict(problem, option) for option in possible):
+    missing = [choice.predict(problem, option) for option in possible if option not in options]
+    if missing and times[best] * 1e-3 > MISSED * min(missing):
         return None
     usual = min(options, key=lambda option: choice.predict(problem, option)).transport
     return Entry(problem, choice.usual(problem, best), round(times[best] * 1e3, 1), round(times[usual] * 1e3, 1))
