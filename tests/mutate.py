@@ -111,13 +111,15 @@ def _keyword(call: ast.Call, name: str) -> ast.Constant | None:
 
 
 #: Files whose kernels wait for nobody and signal nothing. Words that they store are data; tests/test_sparse_index.py compares all.
-DATA = ("sparse_index",)
+DATA = ("sparse_index", "nodes")
+#: Files whose kernels, of one program each, run on GPUs only; tests/test_messages.py looks at what each of them waits for and says.
+OF_GPUS = ("messages",)
 
 
 @functools.cache
 def kernels() -> dict[str, Source]:
     files = sorted((PACKAGE / "kernels").glob("*.py"))
-    return {path.stem: Source(f"kernels/{path.name}") for path in files if path.stem not in DATA}
+    return {path.stem: Source(f"kernels/{path.name}") for path in files if path.stem not in (*DATA, *OF_GPUS)}
 
 
 @functools.cache

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, same
-from ranks import run_fresh
+from faults import HEAPS
+from ranks import device, run_fresh
 
 import fluxlike
 from fluxlike.runtime import nodes, world
@@ -20,7 +21,7 @@ ROWS = (16, 40, 15, 13, 9, 4, 2, 1, 0)
 
 
 def start():
-    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
     return world.current()
 
 
@@ -55,7 +56,7 @@ def right(group):
                 assert ag.stats["bytes"] - before == (count - 1) * shard.numel() * dtype.itemsize
                 several = fluxlike.ag_gemm(shard, [v, v[:5]], ag, m=m)
                 same(several[0] if c is None else several[0] + c, results[rank], "several")
-                same(several[1], several[0].double()[:, :5], "several")
+                same(several[1], several[0].double().cpu()[:, :5], "several")
             assert rs.last_path.startswith("nodes/") and ag.last_path.startswith("nodes/")
             assert rs.inner.size == ag.inner.size == size // count
     fluxlike.finalize()
@@ -67,9 +68,10 @@ def rows(m, size, rank):
     return max(0, min(full, m - rank * full))
 
 
+@pytest.mark.parametrize("heap", HEAPS)
 @pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)))
-def test_two_operations(ranks, parts):
-    outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, timeout=200)
+def test_two_operations(ranks, parts, heap):
+    outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, heap=heap, timeout=200)
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
         assert outcome.value == [rank * parts // ranks for rank in range(ranks)]
@@ -77,14 +79,14 @@ def test_two_operations(ranks, parts):
 
 def every_schedule(group):
     start()
-    rank = dist.get_rank(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed"):
         with (
             fluxlike.create_gemm_rs_context(12, 16, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(12, 16, 16, schedule=schedule) as ag,
         ):
             for m in (12, 9, 5):
-                case, other = RSCase(m, 16, [16] * 4, torch.bfloat16, m), AGCase(m, [16] * 4, 16, torch.bfloat16, m)
+                case, other = RSCase(m, 16, [16] * size, torch.bfloat16, m), AGCase(m, [16] * size, 16, torch.bfloat16, m)
                 x, w, _ = case.inputs(rank)
                 same(fluxlike.gemm_rs(x, w, rs), case.expected(rank), f"gemm_rs {schedule} {m}")
                 shard, v, _ = other.inputs(rank)
@@ -93,12 +95,70 @@ def every_schedule(group):
     fluxlike.finalize()
 
 
+def grows(group):
+    """Contexts that span nodes and need more than the heap has: the messages', and that of each node."""
+    this = start()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    before = len(this.heap.segments)
+    with fluxlike.create_gemm_rs_context(4096, 4096) as rs, fluxlike.create_ag_gemm_context(4096, 64, 4096) as ag:
+        assert len(this.heap.segments) > before
+        case, other = RSCase(37, 16, [16] * size, torch.bfloat16, 1), AGCase(37, [16] * size, 16, torch.bfloat16, 2)
+        x, w, _ = case.inputs(rank)
+        same(fluxlike.gemm_rs(x, w, rs), case.expected(rank), "gemm_rs")
+        shard, v, _ = other.inputs(rank)
+        same(fluxlike.ag_gemm(shard, v, ag, m=37), other.whole()[1][rank], "ag_gemm")
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_the_heap_grows(heap):
+    for outcome in run_fresh(grows, 2, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap, timeout=120):
+        assert outcome.ok, str(outcome)
+
+
+def captured(group, schedule):
+    """Calls in a CUDA graph of an odd number of calls, so that replays use one slot after itself, between eager calls."""
+    start()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    case, other = RSCase(45, 24, [20] * size, torch.bfloat16, 3), AGCase(45, [16] * size, 32, torch.bfloat16, 4)
+    (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
+    rows, columns = case.expected(rank), other.whole()[1][rank]
+    with (
+        fluxlike.create_gemm_rs_context(45, 24, schedule=schedule) as rs,
+        fluxlike.create_ag_gemm_context(45, 16, 32, schedule=schedule) as ag,
+    ):
+        for _ in range(3):
+            fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag, m=45)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [(fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag, m=45)) for _ in range(3)]
+        for turn in range(4):
+            for y, z in results:
+                y.zero_(), z.zero_()
+            graph.replay()
+            for y, z in (*results, (fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag, m=45))):
+                same(y, rows, f"gemm_rs {turn}")
+                same(z, columns, f"ag_gemm {turn}")
+        rs.check(), ag.check()
+    fluxlike.finalize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ("auto", "copy_engine", "in_kernel", "decomposed"))
+@pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2)))
+def test_cuda_graphs(ranks, parts, schedule):
+    env = {"FLUXLIKE_VIRTUAL_NODES": str(parts)}
+    for outcome in run_fresh(captured, ranks, env, heap="nvshmem", timeout=120, schedule=schedule):
+        assert outcome.ok, str(outcome)
+
+
 def model(group):
     """Gradients of both operations; what does not go from node to node."""
     start()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     make = torch.Generator().manual_seed(1)
-    x, up, down = torch.randn(13, 8, generator=make), torch.randn(16, 8, generator=make), torch.randn(8, 16, generator=make)
+    x, up, down = (torch.randn(*shape, generator=make).to(device()) for shape in ((13, 8), (16, 8), (8, 16)))
     full = -(-13 // size)
     mine, part = slice(rank * full, (rank + 1) * full), slice(rank * 4, rank * 4 + 4)
     leaves = [t.detach().clone().requires_grad_() for t in (x[mine], up[part], down[:, part])]
@@ -123,8 +183,9 @@ def model(group):
     fluxlike.finalize()
 
 
-def test_in_a_model():
-    for outcome in run_fresh(model, 4, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, timeout=120):
+@pytest.mark.parametrize("heap", HEAPS)
+def test_in_a_model(heap):
+    for outcome in run_fresh(model, 4, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap, timeout=120):
         assert outcome.ok, str(outcome)
 
 
@@ -138,31 +199,39 @@ def test_the_race_checker_is_for_one_node():
         assert outcome.ok, str(outcome)
 
 
-def test_every_schedule():
-    for outcome in run_fresh(every_schedule, 4, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, timeout=120):
+@pytest.mark.parametrize(
+    ("ranks", "heap"), ((4, "shm"), *(pytest.param(ranks, "nvshmem", marks=pytest.mark.gpu) for ranks in (2, 4)))
+)
+def test_every_schedule(ranks, heap):
+    for outcome in run_fresh(every_schedule, ranks, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap, timeout=120):
         assert outcome.ok, str(outcome)
 
 
 def wrong(group, how):
-    """Rank 3, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
+    """The last rank, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
     start()
-    rank = dist.get_rank(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    guilty = rank == size - 1
     ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
-    x, w = torch.ones(16, 8), torch.ones(16, 8)
+    x, w = torch.ones(16, 8, device=device()), torch.ones(16, 8, device=device())
     fluxlike.gemm_rs(x, w, ctx)
+    if how != "other":
+        ctx.check()
     since, said = time.monotonic(), ""
-    if rank == 3 and how == "absent":
+    if guilty and how == "absent":
         time.sleep(4)
-    elif rank == 3 and how == "dead":
+    elif guilty and how == "dead":
         os._exit(3)
     try:
-        if not (rank == 3 and how == "absent"):
-            fluxlike.gemm_rs(x[:12] if rank == 3 else x, w, ctx)
+        if not (guilty and how == "absent"):
+            fluxlike.gemm_rs(x[:12] if guilty else x, w, ctx)
             fluxlike.gemm_rs(x, w, ctx)
+            if how != "other":
+                ctx.check()
     except (RuntimeError, ValueError) as error:
         said = f"{type(error).__name__}: {error}"
         if ctx is None:  # the context that was kept is made anew
-            assert (fluxlike.gemm_rs(x, w) == 32).all()
+            assert (fluxlike.gemm_rs(x, w) == 8 * size).all()
         else:
             with pytest.raises(type(error)):
                 fluxlike.gemm_rs(x, w, ctx)
@@ -172,17 +241,23 @@ def wrong(group, how):
     return said, took
 
 
-@pytest.mark.parametrize("how", ("absent", "dead", "other"))
-def test_what_goes_wrong(how):
-    env = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "2" if how == "absent" else "10"}
-    outcomes = run_fresh(wrong, 4, env=env, timeout=100, expect_dead=[3] if how == "dead" else [], how=how)
+WRONG = [(how, 4, "shm") for how in ("absent", "dead", "other", "sizes")]
+WRONG += [pytest.param(how, ranks, "nvshmem", marks=pytest.mark.gpu) for how in ("absent", "dead", "sizes") for ranks in (2, 4)]
+
+
+@pytest.mark.parametrize(("how", "ranks", "heap"), WRONG)
+def test_what_goes_wrong(how, ranks, heap):
+    limit = 2 if how == "absent" else 10 if heap == "shm" else 4
+    env, last = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": str(limit)}, ranks - 1
+    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=[last] if how == "dead" else [], how=how)
     said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
-    assert set(said) == ({0, 1, 2} if how == "dead" else {0, 1, 2, 3}), [str(outcome) for outcome in outcomes]
-    told = {"absent": "PeerTimeout", "dead": "PeerTimeout", "other": "CallMismatch"}[how]
-    for rank in (0, 1, 2):
+    assert set(said) == set(range(last if how == "dead" else ranks)), [str(outcome) for outcome in outcomes]
+    told = "PeerTimeout" if how in ("absent", "dead") else "CallMismatch"
+    for rank in range(last):
         assert said[rank][0].startswith((told, "PeerTimeout")), said
         assert said[rank][1] < 9, said
-    assert any("rank 3 on node 1" in text for text, _ in said.values()), said
+    assert any(text.startswith(told) for text, _ in said.values()), said
+    assert any(f"rank {last} on node 1" in text for text, _ in said.values()), said
 
 
 def test_nodes_of_ranks():

@@ -57,6 +57,8 @@ WAIT_SHARD = tl.constexpr(3)
 WAIT_SIGNAL = tl.constexpr(4)  # for kernels of others
 WAIT_PART = tl.constexpr(5)
 WAIT_RESULT = tl.constexpr(6)
+WAIT_MESSAGE = tl.constexpr(7)
+WRONG_MESSAGE = tl.constexpr(8)  # no wait: what came is of another call
 
 
 @triton.jit

@@ -15,33 +15,33 @@ not once for each rank of it: 1/L of the bytes. Each shard crosses once for each
 *Rows.* M rows are split as torch.chunk splits them over all R ranks: chunks of c = ⌈M/R⌉ rows. The rows of a node are those of its
 ranks, and its operation splits them by c, too (``full``), which is not what torch.chunk would do with them alone.
 
-*Messages.* Before its payload a rank sends what it is calling: number, operation, M, the columns. A rank that receives something
-else raises CallMismatch; if nothing comes, PeerTimeout names the rank and its node. Either way the waits of this node end.
+*Messages.* A rank whose counterpart makes another call raises CallMismatch; if nothing comes, PeerTimeout names the rank and its
+node. Either way the waits of this node end, and those of its counterparts.
 
 *Numerics.* Those of the operation on one node, then one more rounding of each node's sum of gemm_rs to the dtype. The same bits on
 every repeat.
 
-Shown on the CPU heap; messages are gloo's, over TCP, and are sent from where they are while the next operation runs.
+Messages are sent from where the operation of a node writes its result, and read from where they come; `messages` has their record.
 """
 
-import contextlib
-import itertools
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from ..kernels.nodes import sum_over_nodes_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, PeerTimeout
 from . import validate
+from .exchange import Compiled
 from .group import kept as group_kept
+from .messages import Messages, messages
 
-_OPS = ("gemm_rs", "ag_gemm")
-#: The number of a call that will not come.
-GAVE_UP = -1
+#: How the sum over nodes is compiled, and the elements of a block of it.
+_SUM, _BLOCK = Compiled(warps=4), 1024
+#: Programs of it a multiprocessor: that many loads keep its memory busy.
+_SUMS = 4
 
 
 class NodesContext:
@@ -62,23 +62,16 @@ class NodesContext:
         self.node, self.nodes = control.node, control.nodes
         self.closed, self._seen = False, False
         self._error: Exception | None = None
-        self._numbers = itertools.count(1)
-        #: Keeps messages that nobody waits for until they are sent.
-        self.last_words: list[Any] = []
-        control.spanning += 1
-        #: Of its messages: what a failed context has left unread is not for the next one.
-        self.tag = 2 * control.spanning
         self.last_path, self.stats = "", {"calls": 0, "bytes": 0}
         self.world = world.current()
         error: Exception | None = None
-        if self.world.executor.name != "shm":
-            error = RuntimeError(f"{op}: groups that span nodes work on the CPU heap only so far; use a group of one node's ranks")
         what = f"create_{op}_context"
         with control.lock:
-            control.agree(what, (sizes, str(dtype), schedule), error)
+            control.agree(what, (sizes, str(dtype), schedule))
             self.inner: Any = None
             try:
                 self.inner = self._make(here, **sizes)
+                self.messages: Any = self._make_messages(**sizes)
             except (RuntimeError, ValueError) as problem:
                 error = problem
             try:
@@ -102,6 +95,11 @@ class NodesContext:
             return GemmRSContext(rows, n, self.dtype, local, self.schedule, None if k is None else cdiv(k, len(self.nodes)), here)
         return AGGemmContext(rows, k, self.dtype, local, self.schedule, None if n is None else cdiv(n, len(self.nodes)), here)
 
+    def _make_messages(self, max_m: Any, n: Any = None, k: Any = None) -> Messages:
+        """gemm_rs has something else for each node; ag_gemm the same for all."""
+        columns, sending = (n, len(self.nodes) - 1) if self.op == "gemm_rs" else (k, 1)
+        return messages(self.op, self.control, chunk_rows(max_m, self.size) * columns * self.dtype.itemsize, sending, self.inner)
+
     # -- a call ---------------------------------------------------------------------------------------------------------
 
     def begin(self, m: int, columns: int) -> "_Call":
@@ -109,25 +107,42 @@ class NodesContext:
         self.stats["calls"] += 1
         return _Call(self, m, columns)
 
-    def peer(self, node: int) -> int:
-        """The place in the group of this rank's counterpart on a node."""
-        return self.nodes[node][self.control.local.rank]
+    def total(self, parts: torch.Tensor, y: torch.Tensor) -> None:
+        """y = the sum of ``parts`` [J, rows, N] over the nodes."""
+        number = y.numel()
+        if number:
+            args, constants = (parts, y, number, parts.stride(0)), {"J": len(self.nodes), "B": _BLOCK}
+            blocks = cdiv(number, _BLOCK)
+            programs = min(blocks, _SUMS * self.inner.programs(blocks))
+            key = "sum", number, parts.stride(0), parts.data_ptr() % 16, y.data_ptr() % 16
+            kernel = sum_over_nodes_kernel
+            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1)))
+            launch((parts, y))
 
     def broken(self, error: BaseException) -> None:
-        """A call was ended by ``error``: no rank of this node need wait in it any more."""
+        """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
         if self._error is None:
             ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}; make a new context")
             self._error, self._seen = error if isinstance(error, Exception) else ended, True
             self.inner.stop(self._error)
             self.inner.board.freeze()
+            self.messages.give_up()
 
     def raise_if_failed(self) -> None:
         self.world.raise_if_forked()
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
         if self._error is not None:
+            self._seen = True
             raise self._error
-        self.inner.raise_if_failed()
+        try:
+            self.inner.raise_if_failed()
+            failure = self.messages.failure()
+            if failure is not None:
+                raise failure
+        except BaseException as error:
+            self.broken(error)
+            raise
 
     def check(self) -> None:
         """Wait for the device and raise if a wait of an earlier call ran out."""
@@ -140,7 +155,7 @@ class NodesContext:
         return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
-        return None if self._seen else self._error or self.inner.unseen_failure()
+        return None if self._seen else self._error or self.inner.unseen_failure() or self.messages.failure()
 
     def close(self) -> None:
         """Collective over the group; harmless when called again."""
@@ -149,8 +164,10 @@ class NodesContext:
         self.closed = True
         if self in self.world.contexts:
             self.world.contexts.remove(self)
+        self.world.executor.synchronize()
+        everyone, _ = self.control.part(f"closing {self.label}")
+        self.messages.close(everyone)
         self.inner.close()
-        self.control.part(f"closing {self.label}")
 
     def __enter__(self) -> Self:
         return self
@@ -160,34 +177,25 @@ class NodesContext:
 
 
 class _Call:
-    """The messages of one call."""
+    """A call between nodes: its rows, and an end in which all ranks are told of an error."""
 
     def __init__(self, ctx: NodesContext, m: int, columns: int) -> None:
-        self.ctx, self.m, self.columns, self.full = ctx, m, columns, chunk_rows(m, ctx.size)
-        self.header = torch.tensor([next(ctx._numbers), _OPS.index(ctx.op), m, columns])
-        self._sent: list[Any] = []
+        self.ctx, self.m, self.full = ctx, m, chunk_rows(m, ctx.size)
+        self._sizes = m, columns
 
     def __enter__(self) -> Self:
+        self.ctx.messages.begin(*self._sizes)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            for sent in self._sent if error is None else ():
-                sent()
-        except BaseException as problem:
-            self._give_up(problem)
-            raise
-        if error is not None:
-            self._give_up(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Let the counterparts on the other nodes know that nothing more comes."""
-        self.ctx.broken(error)
-        self.header[0] = GAVE_UP
-        for node in _others(self.ctx, 1):
-            with contextlib.suppress(RuntimeError):  # of one that is gone
-                last = self.ctx.control.send(self.header.clone(), self.ctx.peer(node), self.ctx.tag, self.ctx.op)
-                self.ctx.last_words.append(last)
+        if error is None:
+            try:
+                self.ctx.messages.end()
+            except BaseException as problem:
+                self.ctx.broken(problem)
+                raise
+        else:
+            self.ctx.broken(error)
 
     def rows(self, node: int) -> slice:
         """The rows of a node's ranks."""
@@ -196,38 +204,7 @@ class _Call:
 
     def rows_of_peer(self, node: int) -> int:
         """Rows of this rank's counterpart on a node."""
-        return rows_of(self.m, self.ctx.size, self.ctx.peer(node), self.full)
-
-    def send(self, payload: torch.Tensor, node: int) -> None:
-        """To this rank's counterpart there; ``payload`` must stay as it is until the call ends."""
-        for tag, message in enumerate((self.header, payload.contiguous().view(torch.uint8))):
-            if message.numel():
-                self._sent.append(self.ctx.control.send(message, self.ctx.peer(node), self.ctx.tag + tag, self.ctx.op))
-        self.ctx.stats["bytes"] += payload.numel() * payload.element_size()
-
-    def receive(self, payload: torch.Tensor, node: int) -> torch.Tensor:
-        """From this rank's counterpart there."""
-        ctx, source, theirs = self.ctx, self.ctx.peer(node), torch.empty_like(self.header)
-        ctx.control.receive(theirs, source, ctx.tag, ctx.op)
-        if theirs[0] == GAVE_UP:
-            raise PeerTimeout(
-                f"{ctx.op}: rank {ctx.group_ranks[ctx.rank]} stopped waiting for rank {ctx.group_ranks[source]} on node {node}, "
-                "because that one gave up first; its message names the cause. Close the context and make a new one"
-            )
-        if not torch.equal(theirs, self.header):
-            raise CallMismatch(
-                f"rank {ctx.group_ranks[ctx.rank]} is at call {_said(self.header)} and rank {ctx.group_ranks[source]} on node "
-                f"{node} at call {_said(theirs)}; all ranks of a group must make the same calls, with the same sizes, in the same "
-                "order. Close the context and make a new one"
-            )
-        if payload.numel():
-            ctx.control.receive(payload.view(torch.uint8), source, ctx.tag + 1, ctx.op)
-        return payload
-
-
-def _said(header: torch.Tensor) -> str:
-    number, op, m, columns = header.tolist()
-    return f"{number} of {_OPS[op]} with M={m} and {columns} columns"
+        return rows_of(self.m, self.ctx.size, self.ctx.messages.peer(node), self.full)
 
 
 def gemm_rs(
@@ -248,15 +225,19 @@ def gemm_rs(
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
         with ctx.begin(m, n) as call:
-            for node in _others(ctx, 1):
-                partial = local.call(x[call.rows(node)], weight, ctx.inner, full=call.full)
-                call.send(partial, node)
-            own = local.call(x[call.rows(ctx.node)], weight, ctx.inner, bias, full=call.full)
-            sums = [own if node == ctx.node else call.receive(torch.empty_like(own), node) for node in range(len(ctx.nodes))]
-            total = sums[0].float()
-            for partial in sums[1:]:
-                total += partial
-            y.copy_(total)
+            post = ctx.messages
+            for node in post.others(1):
+                place = post.place(node, call.rows_of_peer(node), n, x.dtype)
+                local.call(x[call.rows(node)], weight, ctx.inner, out=place, full=call.full)
+                post.send(place, node)
+            parts = post.places(*y.shape, x.dtype)
+            local.call(x[call.rows(ctx.node)], weight, ctx.inner, bias, out=parts[ctx.node], full=call.full)
+            for node in post.others(1):
+                post.receive(node, parts[node])
+            ctx.total(parts, y)
+            for node in post.others(1):
+                post.read(node)
+        ctx.stats["bytes"] = post.bytes
         ctx.last_path = f"nodes/{ctx.inner.last_path}"
     return y
 
@@ -280,21 +261,20 @@ def ag_gemm(
         ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         with ctx.begin(m, k) as call:
-            for node in _others(ctx, -1):
-                call.send(x, node)
-            for node in (ctx.node, *_others(ctx, 1)):
+            post = ctx.messages
+            post.send_to_all(x)
+            for node in (ctx.node, *post.others(1)):
                 shard = x
                 if node != ctx.node:
-                    shard = call.receive(x.new_empty(call.rows_of_peer(node), k), node)
+                    shard = post.places(call.rows_of_peer(node), k, x.dtype)[node]
+                    post.receive(node, shard)
                 rows = call.rows(node)
                 part = None if gathered is None else gathered[rows]
                 local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
+                if node != ctx.node:
+                    post.read(node)
+        ctx.stats["bytes"] = post.bytes
         ctx.last_path = f"nodes/{ctx.inner.last_path}"
-
-
-def _others(ctx: NodesContext, step: int) -> Sequence[int]:
-    """The other nodes, from the next one on, up or down."""
-    return [(ctx.node + step * distance) % len(ctx.nodes) for distance in range(1, len(ctx.nodes))]
 
 
 def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], here: int) -> Any:

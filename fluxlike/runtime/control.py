@@ -67,6 +67,8 @@ class ControlGroup:
         self.spanning = 0
         #: The ranks of the group on this node; this itself where that is all of them.
         self.local: ControlGroup = self
+        #: The group whose ranks on this node these are; this itself where they are all of one.
+        self.whole: ControlGroup = self
         #: Held for a whole call or meeting: threads of one rank take turns on a group, as its ranks must all see one order.
         self.lock = threading.RLock()
         #: What the ranks do, for comparison; None until it is made, and where they are on several nodes.

@@ -151,6 +151,30 @@ class CudaLanes(Lanes):
         return torch.cuda.stream(self._other) if turn % 2 else _AS_IT_IS
 
 
+class CudaPuts:
+    """A side stream of puts to other nodes. Between GPUs of one host NVSHMEM copies; else a kernel of its own rings the network
+    card, which must find a place beside a product: therefore the priority.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
+        self._behind, self._joined = torch.cuda.Event(), torch.cuda.Event()
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
+        """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
+        self._behind.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._behind)
+        nvshmem.put(to, source, nbytes, signal, pe, self._stream.cuda_stream)
+
+    def join(self) -> None:
+        self._joined.record(self._stream)
+        torch.cuda.current_stream(self._device).wait_event(self._joined)
+
+    def add(self, address: int, pe: int) -> None:
+        """Add one to a word of another node's, behind what the current stream holds."""
+        nvshmem.signal(address, 1, pe, torch.cuda.current_stream(self._device).cuda_stream, add=True)
+
+
 class CudaLaunch(Launch):
     """The first time through Triton, then straight through the driver."""
 
@@ -201,7 +225,7 @@ class CudaExecutor:
             )
 
     def start(self, control: ControlGroup) -> None:
-        nvshmem.start(self.device, control)
+        nvshmem.start(self.device, control, one_host=len(control.nodes) == env.virtual_nodes())
         # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
         self._posts = driver.make_stream()
 
@@ -224,6 +248,9 @@ class CudaExecutor:
 
     def copy_engine(self) -> CudaCopyEngine:
         return CudaCopyEngine(self.device)
+
+    def puts(self) -> CudaPuts:
+        return CudaPuts(self.device)
 
     def lanes(self) -> CudaLanes:
         return CudaLanes(self.device)
@@ -274,6 +301,12 @@ class CudaExecutor:
             for address in addresses:
                 driver.write_value(self._posts, address, value)
             driver.synchronize(self._posts)
+
+    def post_to(self, pes: list[int], address: int, value: int) -> None:
+        """`post` to ranks of other nodes, by a symmetric 64-bit word. Not waited for: it may need a place on a full GPU."""
+        with torch.cuda.device(self.device):
+            for pe in pes:
+                nvshmem.signal(address, value, pe, self._posts, add=False)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -26,7 +26,7 @@ class DryTensor(torch.Tensor):
         return True
 
     def data_ptr(self) -> int:
-        return (1 << 20) + int(self.storage_offset()) * self.itemsize
+        return (1 << 40) + int(self.storage_offset()) * self.itemsize
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -57,14 +57,18 @@ class DryBoard:
 
 
 class DryControl:
-    """`ControlGroup` of ranks that all say the same."""
+    """`ControlGroup` of ranks that all say the same, on so many nodes."""
 
     name = "dry"
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.ranks = rank, size, list(range(size))
+    def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
+        self.rank, self.size, self.ranks, each = rank, size, list(range(size)), size // nodes
         self.lock, self.board = threading.RLock(), DryBoard()
-        self.nodes, self.spans = [self.ranks], False
+        self.nodes = [self.ranks[node * each : (node + 1) * each] for node in range(nodes)]
+        self.node, self.spans = rank // each, nodes > 1
+        self.local = DryControl(rank % each, each) if self.spans else self
+        self.whole = self
+        self.local.whole = self
 
     def gather(self, value: Any, what: str) -> list[Any]:
         return [value] * self.size
@@ -100,6 +104,14 @@ class DryEngine:
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None: ...
 
 
+class DryPuts:
+    """Puts that put nothing."""
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None: ...
+    def join(self) -> None: ...
+    def add(self, address: int, pe: int) -> None: ...
+
+
 class DryExecutor:
     """A GPU of the given compute capability that runs nothing."""
 
@@ -119,6 +131,9 @@ class DryExecutor:
 
     def copy_engine(self) -> DryEngine:
         return DryEngine()
+
+    def puts(self) -> DryPuts:
+        return DryPuts()
 
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
@@ -158,12 +173,12 @@ class DryExecutor:
 
 
 class DryWorld:
-    """`World` of ``ranks`` ranks, seen from ``rank``."""
+    """`World` of ``ranks`` ranks on ``nodes`` nodes, seen from ``rank``."""
 
     is_forked = False
 
-    def __init__(self, capability: tuple[int, int], ranks: int, rank: int) -> None:
-        self.control = DryControl(rank, ranks)
+    def __init__(self, capability: tuple[int, int], ranks: int, rank: int, nodes: int) -> None:
+        self.control = DryControl(rank, ranks, nodes)
         self.rank, self.size, self.device = rank, ranks, DEVICE
         self.contexts: list[Any] = []
         self.cached: dict[Any, Any] = {}
@@ -171,7 +186,7 @@ class DryWorld:
         self.heap = SymmetricHeap(DrySegment, self.control, 1 << 20)  # type: ignore[arg-type]
 
     def control_of(self, group: Any) -> DryControl:
-        return self.control
+        return group if isinstance(group, DryControl) else self.control
 
     def indices(self, control: Any) -> list[int]:
         return control.ranks
@@ -181,9 +196,9 @@ class DryWorld:
 
 
 @contextmanager
-def recording(capability: tuple[int, int], ranks: int = 4, rank: int = 1) -> Iterator[list[Record]]:
+def recording(capability: tuple[int, int], ranks: int = 4, rank: int = 1, nodes: int = 1) -> Iterator[list[Record]]:
     """Between init and finalize of a dry world; its calls take operands made by `tensor`. Gives the launches so far."""
-    before, dry = world._world, DryWorld(capability, ranks, rank)
+    before, dry = world._world, DryWorld(capability, ranks, rank, nodes)
     world._world = dry  # type: ignore[assignment]
     try:
         yield dry.executor.records

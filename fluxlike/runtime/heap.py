@@ -74,16 +74,20 @@ class SymmetricHeap:
     def allocate(self, nbytes: int, control: ControlGroup, indices: list[int]) -> Block:
         """Collective over ``control``: the same offset on all its ranks, ``indices`` in the world. The bytes are not cleared.
 
-        A group that is the whole world makes a new segment when no range is left; a sub-group cannot, since that is
-        collective over the world: RuntimeError with the remedy.
+        A group that is the whole world makes a new segment when no range is left, and so do the parts on each node of such a
+        group, which allocate together; a sub-group cannot, since that is collective over the world: RuntimeError with the remedy.
         """
         nbytes = -(-nbytes // ALIGN) * ALIGN
+        everyone = control if control.size == self._world.size else control.whole
+        can_grow = everyone.size == self._world.size
+        together = everyone if can_grow else control
         while True:
             place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
-            if place is None and control.size == self._world.size:
+            fits = place is not None if together is control else all(together.gather(place is not None, "allocating on the nodes"))
+            if can_grow and not fits:
                 with self._world.lock:
                     self._grow(max(nbytes, self.segments[0].nbytes))
-                    place = (len(self.segments) - 1, 0)
+                continue
             if place is None:
                 raise RuntimeError(
                     f"the symmetric heap ({self.nbytes >> 20} MiB a rank) has no {nbytes >> 20} MiB free for the group of ranks "
@@ -92,7 +96,7 @@ class SymmetricHeap:
                 )
             # Another thread, for another group, may have taken the range since: then all ranks of this one look again.
             taken = self._take(*place, nbytes)
-            if all(control.gather(taken, "taking it")):
+            if all(together.gather(taken, "taking it")):
                 return Block(place[0], self.segments[place[0]], place[1], nbytes, indices)
             if taken:
                 self._give(*place, nbytes)

@@ -1,8 +1,8 @@
 """NVSHMEM segments: the symmetric heap of GPUs, through nvshmem4py, bootstrapped by unique id over the torch group.
 
-On one host every peer's memory is mapped, so kernels use plain Triton loads, stores and TMA on peer addresses and need no
-NVSHMEM device code. An NVSHMEM allocation is collective over all processing elements, not over a sub-group; therefore a
-segment belongs to the world and `heap.SymmetricHeap` cuts contexts out of it.
+On one node every peer's memory is mapped, so kernels use plain Triton loads, stores and TMA on peer addresses and need no
+NVSHMEM device code; to other nodes there are puts and signals, which streams make. An NVSHMEM allocation is collective over all
+processing elements, not over a sub-group; so a segment belongs to the world, and `heap.SymmetricHeap` cuts contexts out of it.
 """
 
 import os
@@ -14,17 +14,17 @@ from .control import ControlGroup
 
 DEFAULT_BYTES = 1 << 30
 
-# What the library chooses for one host unless the user has chosen: no communicator of NVSHMEM's own, no network transport,
-# no proxy thread. All are read when NVSHMEM starts.
-_DEFAULTS = {
-    "NVSHMEM_DISABLE_NCCL": "1",
+# What the library chooses unless the user has chosen: no communicator of NVSHMEM's own; for one host no network transport, no proxy
+# thread. All are read when NVSHMEM starts.
+_DEFAULTS = {"NVSHMEM_DISABLE_NCCL": "1"}
+_ONE_HOST = {
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
     "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo",
 }
 
 
-def start(device: torch.device, control: ControlGroup) -> None:
+def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
     """Start NVSHMEM on ``device``; collective over the world. Settings that the user made in the environment stay."""
     error: Exception | None = None
     try:
@@ -36,7 +36,7 @@ def start(device: torch.device, control: ControlGroup) -> None:
             "fluxlike.init(heap='shm') with CPU tensors"
         )
     control.agree("starting NVSHMEM", None, error)
-    for name, value in _DEFAULTS.items():
+    for name, value in (_DEFAULTS | (_ONE_HOST if one_host else {})).items():
         os.environ.setdefault(name, value)
     cuda_device = Device(device.index)
     cuda_device.set_current()
@@ -53,8 +53,29 @@ def stop() -> None:
     nvshmem.finalize()
 
 
+def put(to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
+    """Queue a put of ``nbytes`` to the rank ``pe`` of the world, and behind it one more on its 64-bit word at ``signal``.
+
+    ``to`` and ``signal`` are symmetric, named by this rank's memory; ``source`` may be written again behind this on the stream.
+    """
+    from nvshmem.bindings import nvshmem as bindings
+
+    bindings.putmem_signal_on_stream(to, source, nbytes, signal, 1, bindings.Signal_op.SIGNAL_ADD, pe, stream)
+
+
+def signal(address: int, value: int, pe: int, stream: int, add: bool) -> None:
+    """Queue: the symmetric 64-bit word at ``address`` is set to ``value`` on rank ``pe`` of the world, or that is added to it."""
+    from nvshmem.bindings import nvshmem as bindings
+
+    how = bindings.Signal_op.SIGNAL_ADD if add else bindings.Signal_op.SIGNAL_SET
+    bindings.signal_op_on_stream(address, value, how, pe, stream)
+
+
 class NvshmemSegment:
-    """``nbytes`` on every GPU of the world, each mapped by all; making and closing it is collective."""
+    """``nbytes`` on every GPU of the world, each mapped by those of its node; making and closing it is collective.
+
+    ``addresses``: where they are mapped here, 0 for those of other nodes, also where they could be mapped.
+    """
 
     def __init__(self, nbytes: int, control: ControlGroup) -> None:
         import nvshmem.core as nvshmem
@@ -72,13 +93,15 @@ class NvshmemSegment:
             )
         control.agree("allocating on the NVSHMEM heap", self.nbytes, error)
         mine = self.local.data_ptr()
-        self.addresses = [mine if pe == control.rank else int(ptr(mine, pe)) for pe in range(control.size)]
-        unreachable = [pe for pe, address in enumerate(self.addresses) if address == 0]
+        self.addresses = [0] * control.size
+        for pe in control.nodes[control.node]:
+            self.addresses[pe] = mine if pe == control.rank else int(ptr(mine, pe))
+        unreachable = [pe for pe in control.nodes[control.node] if self.addresses[pe] == 0]
         error = None
         if unreachable:
             error = RuntimeError(
-                f"rank {control.rank} cannot reach the memory of ranks {unreachable} (no P2P); fluxlike needs GPUs of one host "
-                "with peer access: see `python -m fluxlike doctor`"
+                f"rank {control.rank} cannot reach the memory of ranks {unreachable} (no P2P); fluxlike needs peer access "
+                "between the GPUs of a host: see `python -m fluxlike doctor`"
             )
         control.agree("reaching the peers' memory", None, error)
 

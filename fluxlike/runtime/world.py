@@ -65,6 +65,7 @@ class World:
         if control.spans:
             ranks = [control.ranks[place] for place in control.nodes[control.node]]
             control.local = ControlGroup(ranks, f"{control.name}/node {control.node}", None)
+            control.local.whole = control
         control.local.board = CallBoard(control.local)
 
     def _check_races(self) -> None:

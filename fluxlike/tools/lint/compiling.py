@@ -108,6 +108,7 @@ def _role(value: Any, contexts: Iterable[Any]) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return None
     for context in contexts:
+        context = getattr(context, "messages", context)  # of one between nodes
         for role, names in (("payload", context.payload), ("signals", context.signals)):
             if any(_inside(tensor, getattr(context, name)) for name in names):
                 return role

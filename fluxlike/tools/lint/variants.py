@@ -44,17 +44,19 @@ COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Case:
-    """A call. ``kn``: the weight is stored as [K, N]."""
+    """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are."""
 
     op: str
     schedule: str
     shape: str = "large"
     dtype: torch.dtype = torch.bfloat16
     kn: bool = False
+    nodes: int = 1
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == torch.bfloat16 else f"-{str(self.dtype).removeprefix('torch.')}"
-        return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}"
+        nodes = f"-{self.nodes}nodes" if self.nodes > 1 else ""
+        return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}{nodes}"
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def cases(capability: int) -> list[Case]:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
         found.append(Case(op, "decomposed"))
+        found.append(Case(op, "decomposed", nodes=2))
         found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
         if capability == 90:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
@@ -120,7 +123,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return dry.tensor(shape, case.dtype)
 
     weight = operand(k, n).T if case.kn else operand(n, k)
-    with _topology(f"nvswitch-{RANKS}"), dry.recording((capability // 10, capability % 10), RANKS) as records:
+    with _topology(f"nvswitch-{RANKS}"), dry.recording((capability // 10, capability % 10), RANKS, nodes=case.nodes) as records:
         if case.op == "gemm_rs":
             with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
@@ -180,7 +183,11 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         ),
         # parts, by reducers and drainers, and results of owners, of each the first and more; the two kinds of chunks
         "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
+        # credits; a message
+        "messages_begin_kernel": (given.get("J", 1) - 1, 0, 0, 0),
+        "messages_came_kernel": (1, 0, 0, 0),
         # what the stream orders needs no signals
+        "sum_over_nodes_kernel": (0, 0, 0, 0),
         "sparse_sums_kernel": (0, 0, 0, 0),
         "sparse_index_count_kernel": (0, 0, 0, 0),
         "sparse_index_slots_kernel": (0, 0, 0, 0),
@@ -193,6 +200,11 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
     counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
+    if launch.name == "messages_came_kernel":  # a wrong message is such a record: of its two words, and of no failure before
+        counts["volatile load"] += 4
+        counts["asm fence.acq_rel.sys"] += 1
+    if launch.name == "sum_over_nodes_kernel":
+        launch = replace(launch, payload=())
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {

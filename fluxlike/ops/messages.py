@@ -1,0 +1,290 @@
+"""Messages between counterparts on different nodes: by NVSHMEM's puts on GPUs, by gloo over TCP on CPUs. Their design record.
+
+A rank has a counterpart on every other node, and sends each one message a call. What the two kinds have in common::
+
+    begin(m, columns)                 a call begins; its counterparts must be at one of the same sizes
+    place(node, rows, columns)        where the payload for a node is to be written
+    send(place, node)                 it is on its way, beside what follows; the place is left alone until the call ends
+    send_to_all(x)                    the same payload to all other nodes, the nearest behind this one first
+    places(rows, columns)             [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
+    receive(node, place)              what follows may read the payload of a node
+    read(node)                        what follows does not read it any more
+    end()                             all that was sent has left its place
+
+*Puts.* On each rank a block of the symmetric heap holds two slots of J messages to receive, those to send, and a head of words.
+A message is 256 bytes, the sizes of the call among them, and the payload behind these; one put takes both. Nothing is frozen into a
+CUDA graph but the slot: the words are counters, by ADD, and what they are compared with is counted on the device.
+
+* (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
+  message → ``wait`` of ``messages_begin_kernel`` for as many as the slot was used before.
+* (B) put-with-signal: NVSHMEM adds one to the word (slot, sender) of the receiver behind the payload → ``wait`` of
+  ``messages_came_kernel`` for one more than the slot was used before, which then compares the sizes.
+
+Puts go by a stream of their own, each behind the kernel that writes its payload; (A) is waited for before the first. The next call
+writes the places to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
+own waits of streams are not, so none is used. Whose wait runs out, or whose call raises, sets the abort words of its counterparts.
+
+*Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
+CallMismatch, one that waits too long PeerTimeout.
+
+Sources: NVSHMEM's API reference (put-with-signal, on streams); hierarchical exchange between counterparts is how NCCL and
+Triton-distributed's inter-node GEMM+ReduceScatter cross the network.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..kernels import messages as kernels
+from ..kernels import sync
+from ..runtime import env, world
+from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch, PeerTimeout
+from . import tiling
+from .group import REPORT_WORDS, GroupContext
+
+OPS = ("gemm_rs", "ag_gemm")
+#: The number of a call that will not come.
+GAVE_UP = -1
+_HEADER_BYTES = 8 * kernels.HEADER.value
+_ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
+
+
+class Messages:
+    """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far."""
+
+    def __init__(self, op: str, control: ControlGroup) -> None:
+        self.op, self.control, self.bytes = op, control, 0
+        self.node, self.nodes = control.node, control.nodes
+
+    def peer(self, node: int) -> int:
+        """The place in the group of this rank's counterpart on a node."""
+        return self.nodes[node][self.control.local.rank]
+
+    def others(self, step: int) -> list[int]:
+        """The other nodes, from the next one on, up or down."""
+        return [(self.node + step * distance) % len(self.nodes) for distance in range(1, len(self.nodes))]
+
+    def named(self, node: int) -> str:
+        return f"rank {self.control.ranks[self.peer(node)]} on node {node}"
+
+    def me(self) -> str:
+        return f"rank {self.control.ranks[self.control.rank]}"
+
+    def differ(self, node: int, ours: str, theirs: str) -> CallMismatch:
+        return CallMismatch(
+            f"{self.me()} is at call {ours} and {self.named(node)} at call {theirs}; all ranks of a group must make the same "
+            "calls, with the same sizes, in the same order. Close the context and make a new one"
+        )
+
+    def gave_up(self, node: int) -> PeerTimeout:
+        return PeerTimeout(
+            f"{self.op}: {self.me()} stopped waiting for {self.named(node)}, because that one gave up first; its message names the "
+            "cause. Close the context and make a new one"
+        )
+
+
+class Letters(Messages):
+    """Over TCP, by gloo, for tensors of CPUs."""
+
+    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
+        super().__init__(op, control)
+        control.spanning += 1
+        #: Of its messages: what a failed context has left unread is not for the next one.
+        self._tag = 2 * control.spanning
+        self._number = 0
+        self._sent: list[Callable[[], None]] = []
+        #: Keeps messages that nobody waits for until they are sent.
+        self._last_words: list[Any] = []
+
+    def begin(self, m: int, columns: int) -> None:
+        self._number += 1
+        self.header = torch.tensor([self._number, OPS.index(self.op), m, columns])
+        self._sent.clear()
+
+    def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype)
+
+    def places(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        number, count = rows * columns, len(self.nodes)
+        return torch.empty(count, tiling.round_up(number, 16), dtype=dtype)[:, :number].view(count, rows, columns)
+
+    def send(self, place: torch.Tensor, node: int) -> None:
+        for tag, message in enumerate((self.header, place.view(torch.uint8))):
+            if message.numel():
+                self._sent.append(self.control.send(message, self.peer(node), self._tag + tag, self.op))
+        self.bytes += place.numel() * place.element_size()
+
+    def send_to_all(self, x: torch.Tensor) -> None:
+        x = x.contiguous()
+        for node in self.others(-1):
+            self.send(x, node)
+
+    def receive(self, node: int, place: torch.Tensor) -> None:
+        source, theirs = self.peer(node), torch.empty_like(self.header)
+        self.control.receive(theirs, source, self._tag, self.op)
+        if theirs[0] == GAVE_UP:
+            raise self.gave_up(node)
+        if not torch.equal(theirs, self.header):
+            raise self.differ(node, _said(self.header), _said(theirs))
+        if place.numel():
+            self.control.receive(place.view(torch.uint8), source, self._tag + 1, self.op)
+
+    def read(self, node: int) -> None:
+        """Its memory is of this call only."""
+
+    def end(self) -> None:
+        for sent in self._sent:
+            sent()
+
+    def give_up(self) -> None:
+        """Let the counterparts know that nothing more comes."""
+        self.header = torch.tensor([GAVE_UP, 0, 0, 0])
+        for node in self.others(1):
+            with contextlib.suppress(RuntimeError):  # of one that is gone
+                self._last_words.append(self.control.send(self.header, self.peer(node), self._tag, self.op))
+
+    def failure(self) -> Exception | None:
+        """Failures are raised where they happen."""
+        return None
+
+    def close(self, everyone: bool) -> None:
+        """No memory of its own."""
+
+
+def _said(header: torch.Tensor) -> str:
+    number, op, m, columns = header.tolist()
+    return f"{number} of {OPS[op]} with M={m} and {columns} columns"
+
+
+class Puts(Messages):
+    """By NVSHMEM, for tensors of GPUs. Calls may be captured in CUDA graphs."""
+
+    #: What is data that signals order, and what is signals; for the lint.
+    payload: tuple[str, ...] = ("inbox", "outbox")
+    signals: tuple[str, ...] = ("head",)
+
+    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
+        """Collective. ``nbytes``: of the largest payload; ``sending``: payloads of a call that differ; ``inner``: launches."""
+        super().__init__(op, control)
+        self._world, self._inner, count = world.current(), inner, len(self.nodes)
+        executor = self._world.executor
+        self._pitch = _HEADER_BYTES + tiling.round_up(nbytes, 256)
+        self._sending = sending
+        words = tiling.round_up(1 + 4 * count, 32)
+        total = 8 * words + (2 * count + sending) * self._pitch
+        indices = self._world.indices(control)
+        self._pes = [indices[self.peer(node)] for node in range(count)]
+        self._block = self._world.heap.allocate(total, control, indices)
+        self.head = self._block.local[: 8 * words].view(torch.int64)
+        self.head.zero_()
+        self.inbox = self._block.local[8 * words :][: 2 * count * self._pitch].view(2, count, self._pitch)
+        self.outbox = self._block.local[8 * words + 2 * count * self._pitch :][: sending * self._pitch].view(sending, self._pitch)
+        self._report = executor.report(REPORT_WORDS)
+        self._limit_s = env.timeout_s()
+        ctl = [0] * (sync.BASES.value + count)
+        ctl[sync.TIMEOUT.value], ctl[sync.REPORT.value] = int(self._limit_s * 1e9), self._report.data_ptr()
+        ctl[sync.BASES.value + self.node] = self.head.data_ptr()
+        self.ctl = torch.tensor(ctl, dtype=torch.int64, device=self._world.device)
+        self._puts, self._slot, self._stream = executor.puts(), 0, None
+        executor.synchronize()
+        control.barrier(f"{op}: making messages between nodes")
+
+    def begin(self, m: int, columns: int) -> None:
+        self._stream = self._world.executor.on_same_stream(self._stream)
+        self._slot ^= 1
+        self._sizes, self._left = (m, columns), len(self.nodes) - 1
+        args = (self.outbox, self.head, self.ctl, self._slot, self.node, m, columns, self._sending, self._pitch // 8)
+        self._launch(kernels.messages_begin_kernel, args)
+
+    def _launch(self, kernel: Any, args: tuple) -> None:
+        """A launch of one program, planned once for its numbers."""
+        args = tuple(arg.view(torch.int64) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        key = "nodes", kernel, tuple(arg for arg in args if isinstance(arg, int))
+        constants = {"J": len(self.nodes)}
+        _, launch = self._inner.plan(key, lambda: self._inner.prepare(kernel, 1, args, constants, _ONE, ()))
+        launch(())
+
+    def _payload(self, boxes: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[…, rows, columns] of messages […, bytes]."""
+        nbytes = rows * columns * dtype.itemsize
+        payload = boxes[..., _HEADER_BYTES : _HEADER_BYTES + nbytes].view(dtype)
+        return payload.view(*boxes.shape[:-1], rows, columns)
+
+    def _box(self, node: int) -> torch.Tensor:
+        """The message to send to a node."""
+        return self.outbox[(self.others(1).index(node)) % self._sending]
+
+    def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._payload(self._box(node), rows, columns, dtype)
+
+    def places(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._payload(self.inbox[self._slot], rows, columns, dtype)
+
+    def send(self, place: torch.Tensor, node: int) -> None:
+        nbytes = place.numel() * place.element_size()
+        came = self._word(self._slot * len(self.nodes) + self.node)
+        to = self.inbox[self._slot, self.node].data_ptr()
+        self._puts.put(to, self._box(node).data_ptr(), _HEADER_BYTES + nbytes, came, self._pes[node])
+        self.bytes += nbytes
+
+    def send_to_all(self, x: torch.Tensor) -> None:
+        nodes = self.others(-1)
+        place = self.place(nodes[0], x.shape[0], x.shape[1], x.dtype)
+        place.copy_(x)
+        for node in nodes:
+            self.send(place, node)
+
+    def _word(self, index: int) -> int:
+        """The address of a counter, as this rank names it and its counterparts' ones."""
+        return self.head.data_ptr() + 8 * (kernels.CAME.value + index)
+
+    def receive(self, node: int, place: torch.Tensor) -> None:
+        self._left -= 1
+        m, columns = self._sizes
+        where = (self.inbox, self.head, self.ctl, self._slot, self.node)
+        self._launch(kernels.messages_came_kernel, (*where, node, 1, int(self._left == 0), m, columns, self._pitch // 8))
+
+    def read(self, node: int) -> None:
+        self._puts.add(self._word((2 + self._slot) * len(self.nodes) + self.node), self._pes[node])
+
+    def end(self) -> None:
+        self._puts.join()
+
+    def give_up(self) -> None:
+        """Let the counterparts know that nothing more comes."""
+        pes = [self._pes[node] for node in self.others(1)]
+        self._world.executor.post_to(pes, self.head.data_ptr() + 8 * sync.ABORT.value, self.node + 1)
+
+    def failure(self) -> Exception | None:
+        """The error of a wait of an earlier call, if one is known by now."""
+        if not int(self._report[0]):
+            return None
+        what, node, want, seen, call, abort = (int(word) for word in self._report[1:7])
+        if what == sync.WRONG_MESSAGE.value:
+            return self.differ(node, *(f"{call} of {self.op} with {_sizes(packed)}" for packed in (want, seen)))
+        if abort:
+            return self.gave_up(abort - 1)
+        thing = "its message" if what == sync.WAIT_MESSAGE.value else "the credit that its slot may be written again"
+        return PeerTimeout(
+            f"{self.op}: {self.me()} waited {self._limit_s:g} s for {self.named(node)}: {thing} of call {call} (expected {want}, "
+            f"saw {seen}). All ranks must be alive, reach each other and make the same calls in the same order; FLUXLIKE_TIMEOUT_S "
+            "sets the limit. Close the context and make a new one"
+        )
+
+    def close(self, everyone: bool) -> None:
+        """The device is done; if ``everyone`` is, too, the memory may be used again."""
+        if everyone:
+            self._world.heap.free(self._block)
+
+
+def _sizes(packed: int) -> str:
+    return f"M={packed >> 32} and {packed & 0xFFFFFFFF} columns"
+
+
+def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> Letters | Puts:
+    """Those of a context; collective. See `Puts`."""
+    kind = Letters if world.current().executor.name == "shm" else Puts
+    return kind(op, control, nbytes, sending, inner)
