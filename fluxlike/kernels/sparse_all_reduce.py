@@ -56,41 +56,52 @@ from .sync import WAIT_PARTIAL, WAIT_RESULT, at_peer, peer_address, wait
 
 #: Entries of one id that are loaded together: their sum is made one after the other, as its order is given.
 AHEAD = tl.constexpr(4)
-#: Of a hot slot; and how many entries a slot has that is not hot.
-HOT_AHEAD = tl.constexpr(32)
+#: How many entries a slot has that is not hot. Of a hot one, entries that are added in a turn, and turns whose entries, and then
+#: their values, are on their way, by asynchronous copies: ptxas keeps no more than four plain loads under way, to spare registers.
 HOT = tl.constexpr(32)
+HOT_TURN = tl.constexpr(4)
+HOT_STAGES = tl.constexpr(12)
 _NONE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def sum_entries(values, order, begin, end, columns, D: tl.constexpr):
-    """fp32 [rows, columns]: sums of the entries order[begin … end - 1] of each row, in that order; 0 where there are none."""
-    inside = (columns < D)[None, :]
-    there = begin < end
-    entry = tl.load(order + begin, mask=there, other=0)
-    total = tl.load(values + entry[:, None] * D + columns[None, :], mask=there[:, None] & inside, other=0.0).to(tl.float32)
+def _row_of(rows, columns, D: tl.constexpr, BC: tl.constexpr):
+    """fp32: the elements at ``rows`` + ``columns``. Unmasked where the columns are whole blocks; see `sum_entries`."""
+    if D % BC == 0:
+        return tl.load(rows + columns).to(tl.float32)
+    else:
+        return tl.load(rows + columns, mask=columns < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def sum_entries(values, order, begin, end, columns, D: tl.constexpr, BC: tl.constexpr):
+    """fp32 [rows, columns]: sums of the entries order[begin … end - 1] of each row, in that order; 0 where there are none.
+
+    There is an entry, of some slot. Behind its last one a row loads that again, and does not add it: ptxas puts loads under a mask
+    one behind the other, each with its latency, and those without it together.
+    """
+    last = tl.maximum(end - 1, 0)
+    entry = tl.load(order + tl.minimum(begin, last))
+    total = _row_of(values + entry[:, None] * D, columns[None, :], D, BC)
+    total = tl.where((begin < end)[:, None], total, 0.0)
     most = tl.max(end - begin)
     for turn in range(1, most, AHEAD):
         for step in tl.static_range(AHEAD):
-            entry = tl.load(order + begin + turn + step, mask=begin + turn + step < end, other=0)
-            # of its own, not that mask widened: Triton 3.6 gives the two uses different layouts and then fails (D = 64, 128)
-            more = begin[:, None] + turn + step < end[:, None]
-            part = tl.load(values + entry[:, None] * D + columns[None, :], mask=more & inside, other=0.0)
-            total = tl.where(more, total + part.to(tl.float32), total)
+            entry = tl.load(order + tl.minimum(begin + turn + step, last))
+            part = _row_of(values + entry[:, None] * D, columns[None, :], D, BC)
+            total = tl.where(begin[:, None] + turn + step < end[:, None], total + part, total)
     return total
 
 
 @triton.jit
-def _sum_of_one(values, order, begin, end, columns, D: tl.constexpr):
+def _sum_of_one(values, order, begin, end, columns, D: tl.constexpr, BC: tl.constexpr):
     """fp32 [columns]: the sum of the entries order[begin … end - 1], of which there is one at least, in that order."""
-    inside = columns < D
-    total = tl.load(values + tl.load(order + begin) * D + columns, mask=inside, other=0.0).to(tl.float32)
-    for turn in range(begin + 1, end, HOT_AHEAD):
-        for step in tl.static_range(HOT_AHEAD):
-            more = turn + step < end
-            entry = tl.load(order + turn + step, mask=more, other=0)
-            part = tl.load(values + entry * D + columns, mask=inside & more, other=0.0).to(tl.float32)
-            total = tl.where(more, total + part, total)
+    total = _row_of(values + tl.load(order + begin) * D, columns, D, BC)
+    for turn in tl.range(begin + 1, end, HOT_TURN, num_stages=HOT_STAGES):
+        for step in tl.static_range(HOT_TURN):
+            entry = tl.load(order + tl.minimum(turn + step, end - 1))
+            part = _row_of(values + entry * D, columns, D, BC)
+            total = tl.where(turn + step < end, total + part, total)
     return total
 
 
@@ -112,7 +123,7 @@ def sparse_sums_kernel(
         while tl.max(left) > 0:
             at = tl.min(tl.where(left > 0, lane, BS))
             first, last = tl.sum(tl.where(lane == at, begin, 0)), tl.sum(tl.where(lane == at, end, 0))
-            total = _sum_of_one(values, order, first, last, columns, D)
+            total = _sum_of_one(values, order, first, last, columns, D, BC)
             tl.store(sums + (first // HOT).to(tl.int64) * D + columns, total, mask=columns < D)
             left = tl.where(lane == at, 0, left)
 
@@ -165,7 +176,7 @@ def _push(
             target = tl.load(targets + slot, mask=there, other=-1)
             for column in range(0, PITCH, BC):
                 columns = column + tl.arange(0, BC)
-                row = sum_entries(values, order, begin, tl.where(hot, begin, end), columns, D)
+                row = sum_entries(values, order, begin, tl.where(hot, begin, end), columns, D, BC)
                 if tl.max(hot.to(tl.int32)) > 0:
                     made = sums + (begin // HOT).to(tl.int64)[:, None] * D + columns[None, :]
                     mask = hot[:, None] & (columns < D)[None, :]
