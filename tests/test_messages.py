@@ -1,6 +1,6 @@
 """The kernels of messages between nodes, which only GPUs launch: each of their waits and stores, under the interpreter.
 
-What a wrong message leads to, and the puts, are tested on GPUs by tests/test_nodes.py.
+What leads to an error, and the puts, are tested on GPUs by tests/test_nodes.py: to give up takes assembly.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from fluxlike.kernels import lang, sync
 from fluxlike.kernels import messages as kernels
 from fluxlike.runtime import world
 
-USED, PITCH = 5, 40
+USED, PITCH, RANK = 5, 40, 2
 NOT_THERE = -7
 
 
@@ -24,7 +24,7 @@ class Waits(Exception):
 
 
 class Memory:
-    """Of a rank of one of J nodes, with a slot that was used before, and the other one less often."""
+    """Of a rank of one of J nodes, with a slot that was used before, the other one less often; and of two contexts of its node."""
 
     def __init__(self, nodes: int, node: int, slot: int) -> None:
         self.nodes, self.node, self.slot = nodes, node, slot
@@ -35,6 +35,11 @@ class Memory:
         self.ctl[sync.BASES.value + node] = self.head.data_ptr()
         self.boxes = torch.full((2, nodes, PITCH), NOT_THERE, dtype=torch.int64)
         self.others = [(node + step) % nodes for step in range(1, nodes)]
+        #: Of the contexts of the node: heads and control blocks.
+        self.heads = [torch.zeros(4, dtype=torch.int64) for _ in range(2)]
+        self.inner = [torch.zeros(sync.BASES.value + 3, dtype=torch.int64) for _ in range(2)]
+        for ctl, head in zip(self.inner, self.heads, strict=True):
+            ctl[sync.BASES.value + RANK] = head.data_ptr()
 
     def came(self, peer: int) -> int:
         return 1 + self.slot * self.nodes + peer
@@ -42,7 +47,7 @@ class Memory:
     def read(self, peer: int) -> int:
         return 1 + (2 + self.slot) * self.nodes + peer
 
-    def run(self, kernel, *numbers: int) -> tuple | None:
+    def run(self, kernel, *args, **constants: int) -> tuple | None:
         """What the kernel waits for; None if it ends."""
 
         def spin(addresses, want, seen, what, peer, ctl, spins):
@@ -51,8 +56,7 @@ class Memory:
 
         before, lang._spin_hook = lang._spin_hook, spin
         try:
-            args = (self.boxes, self.head, self.ctl, self.slot, self.node, *numbers)
-            world.current().executor.launch(kernel, 1, args, {"J": self.nodes}, 1, 1)
+            world.current().executor.launch(kernel, 1, args, constants, 1, 1)
         except Waits as waits:
             return waits.args
         finally:
@@ -60,51 +64,73 @@ class Memory:
         return None
 
 
-def begins(group):
-    """It waits for the credit of each other node, and of nobody else, and says in each message what the call is."""
+def cases():
     for nodes, slot in itertools.product((2, 3), (0, 1)):
         for node in range(nodes):
-            this = Memory(nodes, node, slot)
-            args = (kernels.messages_begin_kernel, 70, 90, nodes - 1, PITCH)
-            for peer in this.others:
-                assert this.run(*args) == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, NOT_THERE)
-                assert (this.boxes == NOT_THERE).all()
-                this.head[this.read(peer)] = USED - 1
-                assert this.run(*args) == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, USED - 1)
-                this.head[this.read(peer)] = USED
-            head, ctl = this.head.clone(), this.ctl.clone()
-            assert this.run(*args) is None
-            right = torch.full((2 * nodes, PITCH), NOT_THERE)
-            right[: nodes - 1, :2] = torch.tensor([70, 90])
-            assert torch.equal(this.boxes.view(-1, PITCH), right)
-            assert torch.equal(this.head, head) and torch.equal(this.ctl, ctl)
+            yield Memory(nodes, node, slot)
+
+
+def begins(group):
+    """It waits for the credit of each other node, and of nobody else."""
+    for this in cases():
+
+        def run(this=this):
+            return this.run(kernels.messages_begin_kernel, this.head, this.ctl, this.slot, this.node, J=this.nodes)
+
+        for peer in this.others:
+            assert run() == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, NOT_THERE)
+            this.head[this.read(peer)] = USED - 1
+            assert run() == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, USED - 1)
+            this.head[this.read(peer)] = USED
+        head, ctl = this.head.clone(), this.ctl.clone()
+        assert run() is None
+        assert torch.equal(this.head, head) and torch.equal(this.ctl, ctl)
+
+
+def says(group):
+    """The head of a message: the sizes, and that it is bad in each of five cases."""
+    this = Memory(2, 1, 0)
+    for bad in (None, (this.ctl, sync.FAILED), *[(ctl, sync.FAILED) for ctl in this.inner], *[(h, sync.ABORT) for h in this.heads]):
+        if bad is not None:
+            bad[0][bad[1].value] = 1
+        box = this.boxes[1, 1].fill_(NOT_THERE)
+        assert this.run(kernels.messages_head_kernel, box, this.ctl, *this.inner, RANK, 70, 90) is None
+        assert box[:4].tolist() == [70, 90, int(bad is not None), NOT_THERE] and (box[3:] == NOT_THERE).all()
+        assert (this.boxes.view(-1)[: -PITCH] == NOT_THERE).all()
+        if bad is not None:
+            bad[0][bad[1].value] = 0
 
 
 def comes(group):
-    """It waits for the messages that it is told to, and after the last one the slot was used once more."""
-    for nodes, slot in itertools.product((2, 3), (0, 1)):
-        for node in range(nodes):
-            this = Memory(nodes, node, slot)
-            this.boxes[slot, :, :2] = torch.tensor([70, 90])
-            for number, peer in itertools.product(range(1, nodes), this.others):
-                if number == 2 and peer != this.others[0]:
-                    continue
-                asked = [(peer + step) % nodes for step in range(number)]
-                this.head[1:] = NOT_THERE
-                for waited in asked:
-                    args = (kernels.messages_came_kernel, peer, number, 0, 70, 90, PITCH)
-                    this.head[this.came(waited)] = USED
-                    assert this.run(*args) == (this.came(waited), waited, sync.WAIT_MESSAGE.value, USED + 1, USED)
-                    this.head[this.came(waited)] = USED + 1
-                ctl = this.ctl.clone()
-                assert this.run(*args) is None
-                assert torch.equal(this.ctl, ctl)
-            assert this.run(kernels.messages_came_kernel, this.others[0], nodes - 1, 1, 70, 90, PITCH) is None
-            ctl[sync.LAST_USE.value + slot] += 1
-            ctl[sync.EPOCH.value] += 1
+    """It waits for the message of one node, and changes nothing."""
+    for this in cases():
+        this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
+        for peer in this.others:
+
+            def run(this=this, peer=peer):
+                where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer)
+                return this.run(kernels.messages_came_kernel, *where, 70, 90, PITCH, J=this.nodes)
+
+            this.head[1:] = USED + 1
+            this.head[this.came(peer)] = USED
+            assert run() == (this.came(peer), peer, sync.WAIT_MESSAGE.value, USED + 1, USED)
+            this.head[1:] = NOT_THERE
+            this.head[this.came(peer)] = USED + 1
+            ctl = this.ctl.clone()
+            assert run() is None
             assert torch.equal(this.ctl, ctl)
 
 
-@pytest.mark.parametrize("body", (begins, comes))
-def test_a_kernel_waits_for_what_it_says(body):
+def ends(group):
+    """The slot was used once more."""
+    for this in cases():
+        ctl, inner = this.ctl.clone(), [each.clone() for each in this.inner]
+        assert this.run(kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK) is None
+        ctl[sync.LAST_USE.value + this.slot] += 1
+        ctl[sync.EPOCH.value] += 1
+        assert torch.equal(this.ctl, ctl) and all(map(torch.equal, this.inner, inner))
+
+
+@pytest.mark.parametrize("body", (begins, says, comes, ends))
+def test_a_kernel_does_what_it_says(body):
     run_ranks(body, 1)

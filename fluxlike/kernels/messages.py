@@ -3,42 +3,82 @@
 import triton
 import triton.language as tl
 
-from .sync import EPOCH, FAILED, LAST_USE, WAIT_CREDIT, WAIT_MESSAGE, WRONG_MESSAGE, _give_up, wait
+from .sync import (
+    ABORT,
+    BASES,
+    EPOCH,
+    FAILED,
+    LAST_USE,
+    NODE_FAILED,
+    PEER_FAILED,
+    WAIT_CREDIT,
+    WAIT_MESSAGE,
+    WRONG_MESSAGE,
+    _give_up,
+    wait,
+)
 
 #: Words of a signal head: the abort word; for each of two slots and J nodes the messages that came; as many for those read there.
 CAME = tl.constexpr(1)
-#: int64 words in front of a message's payload, of which two are used, so that the payload begins as TMA wants it.
+#: int64 words in front of a message's payload, so that the payload begins as TMA wants it, and which of them are used.
 HEADER = tl.constexpr(32)
+ROWS, COLUMNS, BAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=["slot", "node", "m", "columns", "number", "pitch"])
-def messages_begin_kernel(outbox, head, ctl, slot, node, m, columns, number, pitch, J: tl.constexpr):
-    """The slot set is free on all nodes, and ``number`` messages, ``pitch`` words apart, say what call they are of. One program."""
+@triton.jit
+def _failed(ctl):
+    """Whether a wait by this control block has run out."""
+    return tl.load(ctl + FAILED, volatile=True) != 0
+
+
+@triton.jit
+def _given_up(ctl, rank):
+    """`_failed`, or another rank of that context has given up: what it published since then is worth nothing.
+
+    A rank that gives up says so before it publishes anything more, so behind an acquire of that this sees it.
+    """
+    head = tl.load(ctl + BASES + rank).to(tl.pointer_type(tl.int64))
+    return _failed(ctl) | (tl.load(head + ABORT, volatile=True) != 0)
+
+
+@triton.jit(do_not_specialize=["slot", "node"])
+def messages_begin_kernel(head, ctl, slot, node, J: tl.constexpr):
+    """What the stream holds behind this may put messages into the slot set on all nodes. One program."""
     used = tl.load(ctl + LAST_USE + slot)
     for step in tl.static_range(1, J):  # (A)
         peer = (node + step) % J
         wait(head + CAME + (2 + slot) * J + peer, used, ctl, node, WAIT_CREDIT, peer, 0)
-    for message in range(number):
-        at = outbox + message.to(tl.int64) * pitch
-        tl.store(at, m.to(tl.int64))
-        tl.store(at + 1, columns.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["slot", "node", "first", "number", "last", "m", "columns", "pitch"])
-def messages_came_kernel(inbox, head, ctl, slot, node, first, number, last, m, columns, pitch, J: tl.constexpr):
-    """What the stream holds behind this may read the messages of ``number`` nodes from ``first`` on, which are of this call.
+@triton.jit(do_not_specialize=["rank", "m", "columns"])
+def messages_head_kernel(box, ctl, inner, other, rank, m, columns):
+    """The head of a message whose payload is there: what call it is of, and whether the payload is worth anything. One program.
 
-    ``last``: they are the last of the call. One program.
+    ``inner``, ``other``: control blocks of contexts of the node, of which this is ``rank``, on which the payload depends.
     """
-    used = tl.load(ctl + LAST_USE + slot)
-    for step in range(number):
-        peer = (first + step) % J
-        wait(head + CAME + slot * J + peer, used + 1, ctl, node, WAIT_MESSAGE, peer, 0)  # (B)
-        at = inbox + (slot * J + peer).to(tl.int64) * pitch
-        theirs = tl.load(at, volatile=True) * 4294967296 + tl.load(at + 1, volatile=True)
-        ours = m.to(tl.int64) * 4294967296 + columns.to(tl.int64)
-        if (theirs != ours) & (tl.load(ctl + FAILED, volatile=True) == 0):
-            _give_up(ctl, node, WRONG_MESSAGE, peer, ours, theirs, 0)
-    if last == 1:
-        tl.store(ctl + LAST_USE + slot, used + 1)
-        tl.store(ctl + EPOCH, tl.load(ctl + EPOCH) + 1)
+    bad = _failed(ctl) | _given_up(inner, rank) | _given_up(other, rank)
+    tl.store(box + ROWS, m.to(tl.int64))
+    tl.store(box + COLUMNS, columns.to(tl.int64))
+    tl.store(box + BAD, bad.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch"])
+def messages_came_kernel(inbox, head, ctl, slot, node, peer, m, columns, pitch, J: tl.constexpr):
+    """What the stream holds behind this may read the message of node ``peer``, which is of this call. One program."""
+    wait(head + CAME + slot * J + peer, tl.load(ctl + LAST_USE + slot) + 1, ctl, node, WAIT_MESSAGE, peer, 0)  # (B)
+    box = inbox + (slot * J + peer).to(tl.int64) * pitch
+    theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
+    bad = tl.load(box + BAD, volatile=True)
+    ours = m.to(tl.int64) * 4294967296 + columns.to(tl.int64)
+    if ((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0):
+        what = tl.where(bad != 0, PEER_FAILED, WRONG_MESSAGE)
+        _give_up(ctl, node, what, peer, ours, theirs, 0)
+
+
+@triton.jit(do_not_specialize=["slot", "node", "rank"])
+def messages_end_kernel(ctl, inner, other, slot, node, rank):
+    """The call ends: its slot set was used once more, and if a rank of this node gave up in it, it failed. One program."""
+    if (_given_up(inner, rank) | _given_up(other, rank)) & (_failed(ctl) == 0):
+        _give_up(ctl, node, NODE_FAILED, node, 0, 0, 0)
+    tl.store(ctl + LAST_USE + slot, tl.load(ctl + LAST_USE + slot) + 1)
+    tl.store(ctl + EPOCH, tl.load(ctl + EPOCH) + 1)

@@ -58,7 +58,10 @@ WAIT_SIGNAL = tl.constexpr(4)  # for kernels of others
 WAIT_PART = tl.constexpr(5)
 WAIT_RESULT = tl.constexpr(6)
 WAIT_MESSAGE = tl.constexpr(7)
-WRONG_MESSAGE = tl.constexpr(8)  # no wait: what came is of another call
+# no waits: what came is of another call; its sender had given up; a rank of this node had
+WRONG_MESSAGE = tl.constexpr(8)
+PEER_FAILED = tl.constexpr(9)
+NODE_FAILED = tl.constexpr(10)
 
 
 @triton.jit

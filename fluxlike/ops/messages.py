@@ -12,13 +12,19 @@ A rank has a counterpart on every other node, and sends each one message a call.
     end()                             all that was sent has left its place
 
 *Puts.* On each rank a block of the symmetric heap holds two slots of J messages to receive, those to send, and a head of words.
-A message is 256 bytes, the sizes of the call among them, and the payload behind these; one put takes both. Nothing is frozen into a
+A message is 256 bytes, the head, and the payload behind it; one put takes both. Nothing is frozen into a
 CUDA graph but the slot: the words are counters, by ADD, and what they are compared with is counted on the device.
 
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
   message → ``wait`` of ``messages_begin_kernel`` for as many as the slot was used before.
 * (B) put-with-signal: NVSHMEM adds one to the word (slot, sender) of the receiver behind the payload → ``wait`` of
-  ``messages_came_kernel`` for one more than the slot was used before, which then compares the sizes.
+  ``messages_came_kernel`` for one more than the slot was used before, which then looks at the head.
+
+*What is worth nothing.* A kernel whose wait runs out goes on with whatever is there. So the head says the sizes of the call, and
+whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, as does
+``messages_end_kernel`` if a rank of this node has given up by the end of the call: who gets such a result is told. (But for a
+moment: another program of a rank that gives up may publish what is worth nothing just before the abort words are out. Then a later
+call raises.)
 
 Puts go by a stream of their own, each behind the kernel that writes its payload; (A) is waited for before the first. The next call
 writes the places to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
@@ -32,7 +38,7 @@ Triton-distributed's inter-node GEMM+ReduceScatter cross the network.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -195,17 +201,18 @@ class Puts(Messages):
     def begin(self, m: int, columns: int) -> None:
         self._stream = self._world.executor.on_same_stream(self._stream)
         self._slot ^= 1
-        self._sizes, self._left = (m, columns), len(self.nodes) - 1
-        args = (self.outbox, self.head, self.ctl, self._slot, self.node, m, columns, self._sending, self._pitch // 8)
-        self._launch(kernels.messages_begin_kernel, args)
+        self._sizes = m, columns
+        self._launch(kernels.messages_begin_kernel, (self.head, self.ctl, self._slot, self.node), {"J": len(self.nodes)})
 
-    def _launch(self, kernel: Any, args: tuple) -> None:
-        """A launch of one program, planned once for its numbers."""
-        args = tuple(arg.view(torch.int64) if isinstance(arg, torch.Tensor) else arg for arg in args)
-        key = "nodes", kernel, tuple(arg for arg in args if isinstance(arg, int))
-        constants = {"J": len(self.nodes)}
+    def _launch(self, kernel: Any, args: tuple, constants: dict[str, int], *key: Hashable) -> None:
+        """A launch of one program, planned once for its numbers and ``key``."""
+        key = "nodes", kernel, *key, *[arg for arg in args if isinstance(arg, int)]
         _, launch = self._inner.plan(key, lambda: self._inner.prepare(kernel, 1, args, constants, _ONE, ()))
         launch(())
+
+    def _of_node(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The control blocks of the contexts of this node: of the operation, and of what it exchanges by schedule "sequential"."""
+        return self._inner.ctl, self._inner.inner[-1].ctl if self._inner.inner else self._inner.ctl
 
     def _payload(self, boxes: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[…, rows, columns] of messages […, bytes]."""
@@ -224,33 +231,40 @@ class Puts(Messages):
         return self._payload(self.inbox[self._slot], rows, columns, dtype)
 
     def send(self, place: torch.Tensor, node: int) -> None:
+        box = self._box(node)
+        args = (box.view(torch.int64), self.ctl, *self._of_node(), self._inner.rank, *self._sizes)
+        self._launch(kernels.messages_head_kernel, args, {}, node % self._sending)
+        self._put(place, box, node)
+
+    def _put(self, place: torch.Tensor, box: torch.Tensor, node: int) -> None:
         nbytes = place.numel() * place.element_size()
         came = self._word(self._slot * len(self.nodes) + self.node)
         to = self.inbox[self._slot, self.node].data_ptr()
-        self._puts.put(to, self._box(node).data_ptr(), _HEADER_BYTES + nbytes, came, self._pes[node])
+        self._puts.put(to, box.data_ptr(), _HEADER_BYTES + nbytes, came, self._pes[node])
         self.bytes += nbytes
 
     def send_to_all(self, x: torch.Tensor) -> None:
         nodes = self.others(-1)
         place = self.place(nodes[0], x.shape[0], x.shape[1], x.dtype)
         place.copy_(x)
-        for node in nodes:
-            self.send(place, node)
+        self.send(place, nodes[0])
+        for node in nodes[1:]:
+            self._put(place, self._box(node), node)
 
     def _word(self, index: int) -> int:
         """The address of a counter, as this rank names it and its counterparts' ones."""
         return self.head.data_ptr() + 8 * (kernels.CAME.value + index)
 
     def receive(self, node: int, place: torch.Tensor) -> None:
-        self._left -= 1
-        m, columns = self._sizes
-        where = (self.inbox, self.head, self.ctl, self._slot, self.node)
-        self._launch(kernels.messages_came_kernel, (*where, node, 1, int(self._left == 0), m, columns, self._pitch // 8))
+        args = (self.inbox.view(torch.int64), self.head, self.ctl, self._slot, self.node, node, *self._sizes, self._pitch // 8)
+        self._launch(kernels.messages_came_kernel, args, {"J": len(self.nodes)})
 
     def read(self, node: int) -> None:
         self._puts.add(self._word((2 + self._slot) * len(self.nodes) + self.node), self._pes[node])
 
     def end(self) -> None:
+        args = (self.ctl, *self._of_node(), self._slot, self.node, self._inner.rank)
+        self._launch(kernels.messages_end_kernel, args, {})
         self._puts.join()
 
     def give_up(self) -> None:
@@ -265,8 +279,13 @@ class Puts(Messages):
         what, node, want, seen, call, abort = (int(word) for word in self._report[1:7])
         if what == sync.WRONG_MESSAGE.value:
             return self.differ(node, *(f"{call} of {self.op} with {_sizes(packed)}" for packed in (want, seen)))
-        if abort:
-            return self.gave_up(abort - 1)
+        if abort or what == sync.PEER_FAILED.value:
+            return self.gave_up(node if what == sync.PEER_FAILED.value else abort - 1)
+        if what == sync.NODE_FAILED.value:
+            return PeerTimeout(
+                f"{self.op}: a rank of node {node} gave up in call {call}; its message names the cause. Close the context and make "
+                "a new one"
+            )
         thing = "its message" if what == sync.WAIT_MESSAGE.value else "the credit that its slot may be written again"
         return PeerTimeout(
             f"{self.op}: {self.me()} waited {self._limit_s:g} s for {self.named(node)}: {thing} of call {call} (expected {want}, "

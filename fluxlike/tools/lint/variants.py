@@ -185,7 +185,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
         # credits; a message
         "messages_begin_kernel": (given.get("J", 1) - 1, 0, 0, 0),
+        "messages_head_kernel": (0, 0, 0, 0),
         "messages_came_kernel": (1, 0, 0, 0),
+        "messages_end_kernel": (0, 0, 0, 0),
         # what the stream orders needs no signals
         "sum_over_nodes_kernel": (0, 0, 0, 0),
         "sparse_sums_kernel": (0, 0, 0, 0),
@@ -200,9 +202,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
     counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
-    if launch.name == "messages_came_kernel":  # a wrong message is such a record: of its two words, and of no failure before
-        counts["volatile load"] += 4
-        counts["asm fence.acq_rel.sys"] += 1
+    # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
+    counts["volatile load"] += {"messages_head_kernel": 5, "messages_came_kernel": 5, "messages_end_kernel": 6}.get(launch.name, 0)
+    counts["asm fence.acq_rel.sys"] += launch.name in ("messages_came_kernel", "messages_end_kernel")
     if launch.name == "sum_over_nodes_kernel":
         launch = replace(launch, payload=())
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
