@@ -17,11 +17,12 @@ activations are DTensors, whose shape is that of the whole::
 On GPUs products and attention are in bfloat16, by torch.autocast, and weights, norms and the loss in float32. The text is made up:
 a token is followed by one of four others, so the loss falls from log(vocabulary) towards log(4) = 1.39.
 
-The check: runs without sharding, which every rank makes beside it from the same weights on the same tokens: *exact*, all in float32,
-and for bfloat16 also *plain*, in bfloat16 as the sharded run. What plain is off by is the noise of the dtype, and the sharded run may
-be off by three times that: it rounds the sums over the ranks on their way, which alone is √2 of noise, and two draws of noise differ.
-That goes for the losses of all steps, as a root mean square, and for each parameter's gradient in the first step. There a wrong one
-shows that the losses would hide: AdamW makes up for a factor. In float32, without noise, TOLERANCE is allowed.
+The check: runs without sharding, which every rank makes beside it from the same weights on the same tokens: *exact*, all in
+float32, and for bfloat16 also *plain*, in bfloat16 as the sharded run. What plain is off by is the noise of the dtype, and the
+sharded run may be off by three times that: it rounds the sums over the ranks on their way, which alone makes √2 of it, and two
+draws of noise differ. That goes for the losses of all steps, as a root mean square, and for each parameter's gradient in the first
+step. There a wrong one shows that the losses would hide: AdamW makes up for a factor. In float32, without noise, TOLERANCE is
+allowed.
 
 Run: bash scripts/launch.sh tutorials/08_train_a_llama.py [--layers L] [--steps N] [--tokens T] [--dtype D] [--out DIR] …
 """

@@ -1,14 +1,14 @@
 """Tutorial 11: the prefill of a model of 70 billion parameters, against torch with NCCL and torch's async TP.
 
-A stack of decoder layers in the shape of Llama 70B: hidden 8192, inner 28672, 64 heads of 128 for queries and 8 for keys and values,
-RMSNorm, SwiGLU, causal attention; only the rotary embedding is left out. One sequence of 8192 tokens goes through it, in inference
-mode, tensor- and sequence-parallel::
+A stack of decoder layers in the shape of Llama 70B: hidden 8192, inner 28672, 64 heads of 128 for queries and 8 for keys and
+values, RMSNorm, SwiGLU, causal attention; only the rotary embedding is left out. One sequence of 8192 tokens goes through it, in
+inference mode, tensor- and sequence-parallel::
 
     x [M/R, H] - norm - column(qkv) -> [M, (64 + 2·8)·128/R] - attention of 64/R heads - row(o)    -> [M/R, H]   + x
     x [M/R, H] - norm - column(gate and up) -> [M, 2·I/R]    - silu(gate) · up         - row(down) -> [M/R, H]   + x
 
-`column` gathers the tokens and multiplies, `row` multiplies, sums over ranks and scatters the tokens. All the rest is the same code,
-on the same weights, which lie as all of the ways want them: qkv in one matrix, gate and up in one. The ways:
+`column` gathers the tokens and multiplies, `row` multiplies, sums over ranks and scatters the tokens. All the rest is the same
+code, on the same weights, which lie as all of the ways want them: qkv in one matrix, gate and up in one. The ways:
 
     torch       all_gather_into_tensor, then matmul; matmul, then reduce_scatter_tensor
     async TP    torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter (GPUs only)
@@ -17,8 +17,8 @@ on the same weights, which lie as all of the ways want them: qkv in one matrix, 
 
 The check: the stack in float32, by torch and NCCL. The error of each way may be at most 1.5 times that of `torch`.
 
-Times: the ways take turns (`fluxlike.tools.turns`); medians of the rounds, of the slowest rank, over the number of layers. By default
-all 80 layers, or as many as fit. On the CPU heap a toy runs, and times are not reported.
+Times: the ways take turns (`fluxlike.tools.turns`); medians of the rounds, of the slowest rank, over the number of layers. By
+default all 80 layers, or as many as fit. On the CPU heap a toy runs, and times are not reported.
 
 Run: bash scripts/launch.sh tutorials/11_prefill_70b.py [--layers L] [--tokens M] [--rounds N] [--out FILE] …
 """
@@ -157,7 +157,7 @@ def errors(ways: dict[str, Way], layers: list[Layer], args: argparse.Namespace, 
     squares = [(forward(way, layers, args, x).float() - exact).square().sum() for way in ways.values()]
     total = torch.stack([*squares, exact.square().sum()])
     dist.all_reduce(total)
-    return {name: error for name, error in zip(ways, (total[:-1] / total[-1]).sqrt().tolist(), strict=True)}
+    return dict(zip(ways, (total[:-1] / total[-1]).sqrt().tolist(), strict=True))
 
 
 @torch.inference_mode()

@@ -1,23 +1,23 @@
 """Tutorial 12: a compiled model under torch's own parallel styles, as it is, with torch's pass and with AsyncTP.
 
-The model is decoder layers in the shape of Llama 70B under torch's ColwiseParallel, RowwiseParallel and SequenceParallel: a gather in
-front of attention and of feed-forward, a scatter behind each, no line of fluxlike. Compiled, it is graphs in which all_gather stands
-before matrix products and reduce_scatter behind them. Three ways to compile it:
+The model is decoder layers in the shape of Llama 70B under torch's ColwiseParallel, RowwiseParallel and SequenceParallel: a gather
+in front of attention and of feed-forward, a scatter behind each, no line of fluxlike. Compiled, it is graphs in which all_gather
+stands before matrix products and reduce_scatter behind them. Three ways to compile it:
 
     plain       as it is: transfer, then product
     torch       ``torch._inductor.config._micro_pipeline_tp``: torch's pass, which puts in torch.ops.symm_mem.fused_… (GPUs only)
     AsyncTP     ``options=fluxlike.nn.AsyncTP().options``: ours, which puts in ag_gemm and gemm_rs
 
-torch's pass knows fewer forms of gather and scatter than AsyncTP. So that it finds as many as it can, the activations are [S, B, D],
-spread along dimension 0, layers that share an input share one gather, and there are no biases.
+torch's pass knows fewer forms of gather and scatter than AsyncTP. So that it finds as many as it can, the activations are
+[S, B, D], spread along dimension 0, layers that share an input share one gather, and there are no biases.
 
 What is told of each way: the collectives that are left in the graphs of the forward and the backward of a step, and of a forward
-without gradients; and the times of a step and of such a forward, in turn (`fluxlike.tools.turns`), medians of the slowest rank, over
-the number of layers.
+without gradients; and the times of a step and of such a forward, in turn (`fluxlike.tools.turns`), medians of the slowest rank,
+over the number of layers.
 
-The check: results and gradients against the same model in a wider dtype, uncompiled. Their errors may be 1.5 times those of the model
-uncompiled in its own dtype, and AsyncTP must leave no collective. On the CPU heap a toy takes a step in float32, on graphs without
-a compiler of kernels; times are not reported.
+The check: results and gradients against the same model in a wider dtype, uncompiled. Their errors may be 1.5 times those of the
+model uncompiled in its own dtype, and AsyncTP must leave no collective. On the CPU heap a toy takes a step in float32, on graphs
+without a compiler of kernels; times are not reported.
 
 Run: bash scripts/launch.sh tutorials/12_async_tp.py [--layers L] [--tokens S] [--rounds N] [--out FILE] …
 """
@@ -126,13 +126,13 @@ class Left(CustomGraphPass):
         """Keeps inductor from its cache: no pass sees a graph that comes from there."""
 
 
-def ways(cuda: bool) -> dict[str, dict[str, Any]]:
+def ways(cuda: bool, group: dist.ProcessGroup) -> dict[str, dict[str, Any]]:
     """The options of torch.compile."""
     always = {} if cuda else {"fallback_by_default": True, "compile_threads": 1}
     found = {"plain": {}, "AsyncTP": AsyncTP().options}
     if cuda:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-        symmetric.enable_symm_mem_for_group(dist.group.WORLD.group_name)
+        symmetric.enable_symm_mem_for_group(group.group_name)
         found["torch"] = {"_micro_pipeline_tp": True}
     return {name: {**always, **options, "post_grad_custom_post_pass": Left()} for name, options in found.items()}
 
@@ -150,8 +150,8 @@ def trained(run: Callable, model: nn.Module, x: torch.Tensor, dy: torch.Tensor) 
 
 
 def off(found: list[torch.Tensor], right: list[torch.Tensor]) -> list[float]:
-    """Root mean square of the deviation of this rank's part of each, over that of ``right``."""
-    return [((a - b).double().square().mean() / b.double().square().mean()).sqrt().item() for a, b in zip(found, right, strict=True)]
+    """Of each the deviation of this rank's part, over the size of ``right``: 2-norms."""
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
 
 
 def results(run: Callable, model: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -178,7 +178,7 @@ def main(args: argparse.Namespace) -> int:
         x, dy = (torch.randn(args.tokens // ranks, 1, args.hidden, generator=generator, dtype=dtype) for _ in range(2))
     right = results(model.to(exact), model, x.to(exact), dy.to(exact))
     noise = off(results(model.to(dtype), model, x, dy), right)
-    options = ways(cuda)
+    options = ways(cuda, mesh.get_group())
     if not cuda:
         say("torch's pass needs GPUs: left out")
     runs = {name: torch.compile(model, fullgraph=True, options=how) for name, how in options.items()}

@@ -74,9 +74,12 @@ def auto_iters(ms: float) -> int:
 
 
 def in_turn(methods: Sequence[Some], turn: int) -> list[Some]:
-    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks."""
+    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks.
+
+    Two only change places; backwards as well, they would be in one order for ever.
+    """
     first = turn % max(len(methods), 1)
-    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 else 1]
+    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 and len(methods) > 2 else 1]
 
 
 class Budget:
