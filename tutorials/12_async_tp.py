@@ -205,8 +205,8 @@ def main(args: argparse.Namespace) -> int:
     say(f"check FAILED: {found}" if found else "check passed: AsyncTP left no collective, and results and gradients are right")
     if args.out and rank == 0:
         sizes = {name: getattr(args, name) for name in GPU}
-        facts = {"ranks": ranks, "dtype": str(dtype), "sizes": sizes, "ms_a_layer": ms, "rounds_ms": rounds, "collectives": left}
-        turns.record(Path(args.out), "tutorials/12_async_tp.py", {**facts, "faults": found})
+        facts = {"ranks": ranks, "dtype": str(dtype).removeprefix("torch."), "sizes": sizes, "collectives": left, "faults": found}
+        turns.record(Path(args.out), "tutorials/12_async_tp.py", {**facts, "ms_a_layer": ms, "rounds_ms": rounds})
     return int(bool(found))
 
 
