@@ -82,6 +82,7 @@ def test_every_method_is_first_last_and_behind_others():
     followed = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
     assert all(len({a for a, b in followed if b == name}) > 1 for name in "abcd")
     assert bench.in_turn([], 3) == []
+    assert [bench.in_turn("ab", turn)[0] for turn in range(4)] == list("abab")
 
 
 def test_budget():

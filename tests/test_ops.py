@@ -572,3 +572,22 @@ def managers(group):
 @pytest.mark.parametrize("world", (1, 4))
 def test_context_managers_close(world):
     run_ranks(managers, world)
+
+
+def in_and_out_of_inference_mode(group):
+    """A context may be made in inference mode and used outside of it, as a served model that is trained afterwards does."""
+    size, dtype = dist.get_world_size(group), torch.bfloat16
+    for schedule in SCHEDULES:
+        for made, used in ((True, False), (False, True)):
+            with torch.inference_mode(made):
+                rs = fluxlike.create_gemm_rs_context(16, 16, 16 * size, dtype=dtype, group=group, schedule=schedule)
+                ag = fluxlike.create_ag_gemm_context(16, 16 * size, 16, dtype=dtype, group=group, schedule=schedule)
+            with rs, ag:
+                for seed, inference in enumerate((made, used, made)):
+                    with torch.inference_mode(inference):
+                        RSCase(16, 16, [16] * size, dtype, seed).check(rs, group, schedule)
+                        AGCase(16, [16] * size, 16, dtype, seed).check(ag, group, schedule, return_gathered=True)
+
+
+def test_in_and_out_of_inference_mode():
+    run_ranks(in_and_out_of_inference_mode, 2)

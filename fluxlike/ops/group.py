@@ -46,7 +46,15 @@ class Compiled(Protocol):
     def stages(self) -> int: ...
 
 
-class GroupContext:
+class _Making(type):
+    """Contexts outlive the call that makes them: tensors made in inference mode could not be written to outside of it."""
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        with torch.inference_mode(False):
+            return super().__call__(*args, **named)
+
+
+class GroupContext(metaclass=_Making):
     """Memory and signals of one operation on one group.
 
     Attributes for people and tests: ``last_path`` (how the last call was made), ``stats`` (calls, kernel launches, those of them

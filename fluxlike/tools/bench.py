@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,6 +56,7 @@ from .bench_sparse import SparseAllReduce
 KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
+Some = TypeVar("Some")
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
@@ -72,10 +73,13 @@ def auto_iters(ms: float) -> int:
     return min(MOST, max(FEWEST, round(TARGET_MS / max(ms, 1e-6))))
 
 
-def in_turn(methods: Sequence["Method"], turn: int) -> list["Method"]:
-    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks."""
+def in_turn(methods: Sequence[Some], turn: int) -> list[Some]:
+    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks.
+
+    Two only change places; backwards as well, they would be in one order for ever.
+    """
     first = turn % max(len(methods), 1)
-    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 else 1]
+    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 and len(methods) > 2 else 1]
 
 
 class Budget:

@@ -1,0 +1,101 @@
+"""`tools.turns`: how ways take turns, and what is written of them; and what tutorial 8 writes."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fluxlike.tools import turns
+
+ROOT = Path(__file__).parent.parent
+
+
+class Alone:
+    """The peers of one rank."""
+
+    def barrier(self):
+        pass
+
+    def slowest(self, action):
+        return action()
+
+
+@pytest.mark.parametrize("cuda", (False, True))
+def test_ways_take_turns(monkeypatch, cuda):
+    """Another one is first each round, and a slow one is called less often in a timing; without GPUs each runs once, untimed."""
+    made, seconds = [], {"slow": 0.5, "quick": 0.01}
+
+    def timed(way, calls, on_gpu, settle):
+        assert on_gpu == cuda
+        settle()
+        made.append((way(), calls))
+        return seconds[made[-1][0]]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(turns, "Peers", Alone)
+    monkeypatch.setattr(turns.tuning, "timed", timed)
+    found = turns.in_turns({"slow": lambda: "slow", "quick": lambda: "quick"}, 2)
+    assert made[:2] == [("slow", 1), ("quick", 1)]
+    if not cuda:
+        assert len(made) == 2 and found == {"slow": [], "quick": []} and turns.median(found["slow"]) is None
+        return
+    assert found == {"slow": [500.0, 500.0], "quick": [10.0, 10.0]} and turns.median(found["quick"]) == 10.0
+    assert sorted(made[2:]) == [("quick", 20)] * 3 + [("slow", 1)] * 3, "a round that does not count, and two that do"
+    assert made[4][0] != made[6][0], "the same one was first in both rounds that count"
+
+
+def test_a_record_has_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--layers", "2"])
+    turns.record(tmp_path / "new" / "x.json", "tutorials/x.py", {"ms": {"ours": 1.5}})
+    found = json.loads((tmp_path / "new" / "x.json").read_text())
+    assert found["ms"] == {"ours": 1.5}
+    assert found["environment"]["command"] == "bash scripts/launch.sh tutorials/x.py --layers 2"
+    assert found["environment"]["versions"]["torch"] and found["environment"]["fluxlike"]
+
+
+def tutorial(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tutorials" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_tutorial_8_takes_for_wrong():
+    """A gradient that is off by more than three times the noise of its own parameter, however small its part of all."""
+    llama = tutorial("08_train_a_llama")
+
+    def run(large, small):
+        grads = {"large": torch.full((8,), large), "small": torch.full((8,), small)}
+        return SimpleNamespace(gradients=lambda: grads)
+
+    exact, plain = run(100.0, 1e-3), run(100.0 * 1.01, 1e-3 * 1.01)
+
+    def faults(*ours):
+        before, dist.get_rank = dist.get_rank, lambda: 1
+        try:
+            return llama.gradient_faults({"sharded": run(*ours), "plain": plain, "exact": exact})
+        finally:
+            dist.get_rank = before
+
+    assert faults(100.0 * 1.02, 1e-3 * 0.98) == []
+    (fault,) = faults(100.0, 1e-3 * 1.04)
+    assert "small" in fault and "0.04" in fault
+    assert len(faults(float("nan"), 2e-3)) == 2
+
+
+def test_what_tutorial_8_writes(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    llama = tutorial("08_train_a_llama")
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    runs = {name: SimpleNamespace(losses=[4.0 + i, 3.0, 2.0]) for i, name in enumerate(("sharded", "plain", "exact"))}
+    args = SimpleNamespace(dtype="bfloat16", **llama.CPU)
+    llama.record(runs, args, {"noise": 0.5}, tmp_path)
+    found = json.loads((tmp_path / "llama-bfloat16-R4.json").read_text())
+    assert found["losses"]["plain"] == [5.0, 3.0, 2.0] and found["noise"] == 0.5 and found["sizes"] == llama.CPU
+    assert (tmp_path / "llama-bfloat16-R4.png").stat().st_size > 10000
