@@ -9,9 +9,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
+import fluxlike
 from fluxlike.kernels import lang, sync
 from fluxlike.kernels import messages as kernels
-from fluxlike.runtime import world
+from fluxlike.runtime import dry, world
 
 USED, PITCH, RANK = 5, 40, 2
 NOT_THERE = -7
@@ -134,3 +135,43 @@ def ends(group):
 @pytest.mark.parametrize("body", (begins, says, comes, ends))
 def test_a_kernel_does_what_it_says(body):
     run_ranks(body, 1)
+
+
+def puts(op, nodes, rank):
+    """What a rank of four sends and credits in two calls; the heads that kernels write, by the address of the message."""
+    with dry.recording((9, 0), 4, rank, nodes) as records:
+        if op == "gemm_rs":
+            ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
+        else:
+            ctx = fluxlike.create_ag_gemm_context(64, 32, 16)
+        for _ in range(2):
+            if op == "gemm_rs":
+                fluxlike.gemm_rs(dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
+            else:
+                fluxlike.ag_gemm(dry.tensor((16, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
+        heads = [record.args[0].data_ptr() for record in records if record.kernel is kernels.messages_head_kernel]
+        post = ctx.messages
+        return post._puts.made, post._puts.added, heads, post.inbox, post.head.data_ptr()
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize("nodes", (2, 4))
+def test_who_gets_what(op, nodes):
+    """Every counterpart gets one message a call, in its slot for this rank, with its signal, and the credit for the one it sent."""
+    each = 4 // nodes
+    for rank in range(4):
+        made, added, heads, inbox, head = puts(op, nodes, rank)
+        node, others = rank // each, nodes - 1
+        counterparts = {rank % each + each * other for other in range(nodes)} - {rank}
+        assert len(made) == len(added) == 2 * others
+        for call, slot in enumerate((1, 0)):
+            mine, credits = (said[call * others : (call + 1) * others] for said in (made, added))
+            assert {pe for *_, pe in mine} == counterparts == {pe for _, pe in credits}
+            assert {to for to, *_ in mine} == {inbox[slot, node].data_ptr()}
+            assert {signal for *_, signal, _ in mine} == {head + 8 * (1 + slot * nodes + node)}
+            assert {address for address, _ in credits} == {head + 8 * (1 + (2 + slot) * nodes + node)}
+            sources = [source for _, source, *_ in mine]
+            own = heads[call * len(heads) // 2 :][: len(heads) // 2]
+            assert sources == own if op == "gemm_rs" else set(sources) == set(own), "each message with a head of its own"
+            assert len(set(sources)) == (others if op == "gemm_rs" else 1)
+            assert all(nbytes == 256 + 16 * (32 if op == "gemm_rs" else 16) * 2 for _, _, nbytes, *_ in mine)

@@ -205,7 +205,7 @@ class Puts(Messages):
         self._launch(kernels.messages_begin_kernel, (self.head, self.ctl, self._slot, self.node), {"J": len(self.nodes)})
 
     def _launch(self, kernel: Any, args: tuple, constants: dict[str, int], *key: Hashable) -> None:
-        """A launch of one program, planned once for its numbers and ``key``."""
+        """A launch of one program, planned once for its numbers and ``key``, which says what differs in its tensors."""
         key = "nodes", kernel, *key, *[arg for arg in args if isinstance(arg, int)]
         _, launch = self._inner.plan(key, lambda: self._inner.prepare(kernel, 1, args, constants, _ONE, ()))
         launch(())
@@ -220,9 +220,12 @@ class Puts(Messages):
         payload = boxes[..., _HEADER_BYTES : _HEADER_BYTES + nbytes].view(dtype)
         return payload.view(*boxes.shape[:-1], rows, columns)
 
+    def _index(self, node: int) -> int:
+        """Which of the messages to send is for a node."""
+        return self.others(1).index(node) % self._sending
+
     def _box(self, node: int) -> torch.Tensor:
-        """The message to send to a node."""
-        return self.outbox[(self.others(1).index(node)) % self._sending]
+        return self.outbox[self._index(node)]
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         return self._payload(self._box(node), rows, columns, dtype)
@@ -233,7 +236,7 @@ class Puts(Messages):
     def send(self, place: torch.Tensor, node: int) -> None:
         box = self._box(node)
         args = (box.view(torch.int64), self.ctl, *self._of_node(), self._inner.rank, *self._sizes)
-        self._launch(kernels.messages_head_kernel, args, {}, node % self._sending)
+        self._launch(kernels.messages_head_kernel, args, {}, self._index(node))
         self._put(place, box, node)
 
     def _put(self, place: torch.Tensor, box: torch.Tensor, node: int) -> None:

@@ -105,11 +105,20 @@ class DryEngine:
 
 
 class DryPuts:
-    """Puts that put nothing."""
+    """Puts that put nothing, and credits that nobody gets; ``made``, ``added``: with what arguments."""
 
-    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None: ...
-    def join(self) -> None: ...
-    def add(self, address: int, pe: int) -> None: ...
+    def __init__(self) -> None:
+        self.made: list[tuple[int, int, int, int, int]] = []
+        self.added: list[tuple[int, int]] = []
+
+    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
+        self.made.append((to, source, nbytes, signal, pe))
+
+    def join(self) -> None:
+        """Nothing is under way."""
+
+    def add(self, address: int, pe: int) -> None:
+        self.added.append((address, pe))
 
 
 class DryExecutor:
