@@ -38,6 +38,7 @@ Triton-distributed's inter-node GEMM+ReduceScatter cross the network.
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -49,7 +50,7 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 from . import tiling
-from .group import REPORT_WORDS, GroupContext
+from .group import PLANS, REPORT_WORDS, GroupContext
 
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
@@ -189,30 +190,39 @@ class Puts(Messages):
         self.inbox = self._block.local[8 * words :][: 2 * count * self._pitch].view(2, count, self._pitch)
         self.outbox = self._block.local[8 * words + 2 * count * self._pitch :][: sending * self._pitch].view(sending, self._pitch)
         self._report = executor.report(REPORT_WORDS)
+        self._reported = ctypes.c_int64.from_address(self._report.data_ptr())  # read in every call, and a tensor is slow to read
         self._limit_s = env.timeout_s()
         ctl = [0] * (sync.BASES.value + count)
         ctl[sync.TIMEOUT.value], ctl[sync.REPORT.value] = int(self._limit_s * 1e9), self._report.data_ptr()
         ctl[sync.BASES.value + self.node] = self.head.data_ptr()
         self.ctl = torch.tensor(ctl, dtype=torch.int64, device=self._world.device)
         self._puts, self._slot, self._stream = executor.puts(), 0, None
+        #: Launches, and places of payloads, of calls made before.
+        self._made: dict[Hashable, Any] = {}
         executor.synchronize()
         control.barrier(f"{op}: making messages between nodes")
 
-    def begin(self, m: int, columns: int) -> None:
-        self._stream = self._world.executor.on_same_stream(self._stream)
-        self._slot ^= 1
-        self._sizes = m, columns
-        self._launch(kernels.messages_begin_kernel, (self.head, self.ctl, self._slot, self.node), {"J": len(self.nodes)})
+    # -- what is made once, as it takes the host long -------------------------------------------------------------------
 
-    def _launch(self, kernel: Any, args: tuple, constants: dict[str, int], *key: Hashable) -> None:
-        """A launch of one program, planned once for its numbers and ``key``, which says what differs in its tensors."""
-        key = "nodes", kernel, *key, *[arg for arg in args if isinstance(arg, int)]
-        _, launch = self._inner.plan(key, lambda: self._inner.prepare(kernel, 1, args, constants, _ONE, ()))
-        launch(())
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        found = self._made.get(key)
+        if found is None:
+            if len(self._made) >= 4 * PLANS:
+                self._made.clear()
+            found = self._made[key] = make()
+        return found
+
+    def _launch(self, key: Hashable, kernel: Any, args: Callable[[], tuple], **constants: int) -> None:
+        """A launch of one program; ``args`` are the same whenever ``key`` is."""
+        self._once((kernel, key), lambda: self._inner.prepare(kernel, 1, args(), constants, _ONE, ()))(())
 
     def _of_node(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The control blocks of the contexts of this node: of the operation, and of what it exchanges by schedule "sequential"."""
         return self._inner.ctl, self._inner.inner[-1].ctl if self._inner.inner else self._inner.ctl
+
+    def _index(self, node: int) -> int:
+        """Which of the messages to send is for a node."""
+        return self.others(1).index(node) % self._sending
 
     def _payload(self, boxes: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[…, rows, columns] of messages […, bytes]."""
@@ -220,30 +230,45 @@ class Puts(Messages):
         payload = boxes[..., _HEADER_BYTES : _HEADER_BYTES + nbytes].view(dtype)
         return payload.view(*boxes.shape[:-1], rows, columns)
 
-    def _index(self, node: int) -> int:
-        """Which of the messages to send is for a node."""
-        return self.others(1).index(node) % self._sending
+    def _word(self, index: int) -> int:
+        """The address of a counter, as this rank names it and its counterparts' ones."""
+        return self.head.data_ptr() + 8 * (kernels.CAME.value + index)
 
-    def _box(self, node: int) -> torch.Tensor:
-        return self.outbox[self._index(node)]
+    # -- a call ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, m: int, columns: int) -> None:
+        self._stream = self._world.executor.on_same_stream(self._stream)
+        self._slot = slot = self._slot ^ 1
+        self._sizes = m, columns
+        self._launch(slot, kernels.messages_begin_kernel, lambda: (self.head, self.ctl, slot, self.node), J=len(self.nodes))
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._payload(self._box(node), rows, columns, dtype)
+        index = self._index(node)
+        make = lambda: self._payload(self.outbox[index], rows, columns, dtype)  # noqa: E731
+        return self._once(("place", index, rows, columns, dtype), make)  # type: ignore[no-any-return]
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._payload(self.inbox[self._slot], rows, columns, dtype)
+        slot = self._slot
+        make = lambda: self._payload(self.inbox[slot], rows, columns, dtype)  # noqa: E731
+        return self._once(("places", slot, rows, columns, dtype), make)  # type: ignore[no-any-return]
 
     def send(self, place: torch.Tensor, node: int) -> None:
-        box = self._box(node)
-        args = (box.view(torch.int64), self.ctl, *self._of_node(), self._inner.rank, *self._sizes)
-        self._launch(kernels.messages_head_kernel, args, {}, self._index(node))
-        self._put(place, box, node)
+        index = self._index(node)
 
-    def _put(self, place: torch.Tensor, box: torch.Tensor, node: int) -> None:
+        def args() -> tuple:
+            return (self.outbox[index].view(torch.int64), self.ctl, *self._of_node(), self._inner.rank, *self._sizes)
+
+        self._launch((index, self._sizes), kernels.messages_head_kernel, args)
+        self._put(place, node)
+
+    def _put(self, place: torch.Tensor, node: int) -> None:
+        def addresses() -> tuple[int, int, int]:
+            came = self._word(self._slot * len(self.nodes) + self.node)
+            return self.inbox[self._slot, self.node].data_ptr(), self.outbox[self._index(node)].data_ptr(), came
+
+        to, source, came = self._once(("put", self._slot, node), addresses)
         nbytes = place.numel() * place.element_size()
-        came = self._word(self._slot * len(self.nodes) + self.node)
-        to = self.inbox[self._slot, self.node].data_ptr()
-        self._puts.put(to, box.data_ptr(), _HEADER_BYTES + nbytes, came, self._pes[node])
+        self._puts.put(to, source, _HEADER_BYTES + nbytes, came, self._pes[node])
         self.bytes += nbytes
 
     def send_to_all(self, x: torch.Tensor) -> None:
@@ -252,22 +277,24 @@ class Puts(Messages):
         place.copy_(x)
         self.send(place, nodes[0])
         for node in nodes[1:]:
-            self._put(place, self._box(node), node)
-
-    def _word(self, index: int) -> int:
-        """The address of a counter, as this rank names it and its counterparts' ones."""
-        return self.head.data_ptr() + 8 * (kernels.CAME.value + index)
+            self._put(place, node)
 
     def receive(self, node: int, place: torch.Tensor) -> None:
-        args = (self.inbox.view(torch.int64), self.head, self.ctl, self._slot, self.node, node, *self._sizes, self._pitch // 8)
-        self._launch(kernels.messages_came_kernel, args, {"J": len(self.nodes)})
+        slot, sizes = self._slot, self._sizes
+
+        def args() -> tuple:
+            return (self.inbox.view(torch.int64), self.head, self.ctl, slot, self.node, node, *sizes, self._pitch // 8)
+
+        self._launch((slot, node, sizes), kernels.messages_came_kernel, args, J=len(self.nodes))
 
     def read(self, node: int) -> None:
-        self._puts.add(self._word((2 + self._slot) * len(self.nodes) + self.node), self._pes[node])
+        word = self._once(("read", self._slot), lambda: self._word((2 + self._slot) * len(self.nodes) + self.node))
+        self._puts.add(word, self._pes[node])
 
     def end(self) -> None:
-        args = (self.ctl, *self._of_node(), self._slot, self.node, self._inner.rank)
-        self._launch(kernels.messages_end_kernel, args, {})
+        slot = self._slot
+        args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
+        self._launch(slot, kernels.messages_end_kernel, args)
         self._puts.join()
 
     def give_up(self) -> None:
@@ -277,7 +304,7 @@ class Puts(Messages):
 
     def failure(self) -> Exception | None:
         """The error of a wait of an earlier call, if one is known by now."""
-        if not int(self._report[0]):
+        if not self._reported.value:
             return None
         what, node, want, seen, call, abort = (int(word) for word in self._report[1:7])
         if what == sync.WRONG_MESSAGE.value:

@@ -5,7 +5,9 @@ NVSHMEM device code; to other nodes there are puts and signals, which streams ma
 processing elements, not over a sub-group; so a segment belongs to the world, and `heap.SymmetricHeap` cuts contexts out of it.
 """
 
+import functools
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,22 +55,28 @@ def stop() -> None:
     nvshmem.finalize()
 
 
+@functools.cache
+def _signals() -> tuple[Any, Any, int, int]:
+    """What queues puts and signals, and the numbers of their operations."""
+    from nvshmem.bindings import nvshmem as bindings
+
+    how = bindings.Signal_op
+    return bindings.putmem_signal_on_stream, bindings.signal_op_on_stream, int(how.SIGNAL_ADD), int(how.SIGNAL_SET)
+
+
 def put(to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
     """Queue a put of ``nbytes`` to the rank ``pe`` of the world, and behind it one more on its 64-bit word at ``signal``.
 
     ``to`` and ``signal`` are symmetric, named by this rank's memory; ``source`` may be written again behind this on the stream.
     """
-    from nvshmem.bindings import nvshmem as bindings
-
-    bindings.putmem_signal_on_stream(to, source, nbytes, signal, 1, bindings.Signal_op.SIGNAL_ADD, pe, stream)
+    queue, _, add, _ = _signals()
+    queue(to, source, nbytes, signal, 1, add, pe, stream)
 
 
 def signal(address: int, value: int, pe: int, stream: int, add: bool) -> None:
     """Queue: the symmetric 64-bit word at ``address`` is set to ``value`` on rank ``pe`` of the world, or that is added to it."""
-    from nvshmem.bindings import nvshmem as bindings
-
-    how = bindings.Signal_op.SIGNAL_ADD if add else bindings.Signal_op.SIGNAL_SET
-    bindings.signal_op_on_stream(address, value, how, pe, stream)
+    _, queue, adding, setting = _signals()
+    queue(address, value, adding if add else setting, pe, stream)
 
 
 class NvshmemSegment:
