@@ -144,9 +144,8 @@ def call(
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
-    full: int | None = None,
 ) -> torch.Tensor:
-    """`gemm_rs`, which autograd does not see. ``full``: rows of a full chunk, where they are not those of torch.chunk."""
+    """`gemm_rs`, which autograd does not see."""
     validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
     validate.operands("gemm_rs", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
@@ -157,14 +156,23 @@ def call(
         if ctx is None:
             ctx = kept(GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
+        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
+        rows_of_a_node(ctx, x, weight, bias, y, chunk_rows(m, ctx.size))
+        return y
+
+
+def rows_of_a_node(
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+) -> None:
+    """A call, of checked operands, for rows that go to the ranks of one node; ``full``: rows of a full chunk."""
+    m, n = x.shape[0], weight.shape[0]
+    with ctx.control.lock:
         if m == 0 or n == 0:
             ctx.record(M=m, N=n)
-            return y
+            return
         if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
             x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
-        _run(ctx, x, weight, bias, y, chunk_rows(m, ctx.size) if full is None else full)
-        return y
+        _run(ctx, x, weight, bias, y, full)
 
 
 class _Plan(NamedTuple):

@@ -228,10 +228,10 @@ def gemm_rs(
             post = ctx.messages
             for node in post.others(1):
                 place = post.place(node, call.rows_of_peer(node), n, x.dtype)
-                local.call(x[call.rows(node)], weight, ctx.inner, out=place, full=call.full)
+                local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, call.full)
                 post.send(place, node)
             parts = post.places(*y.shape, x.dtype)
-            local.call(x[call.rows(ctx.node)], weight, ctx.inner, bias, out=parts[ctx.node], full=call.full)
+            local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, bias, parts[ctx.node], call.full)
             for node in post.others(1):
                 post.receive(node, parts[node])
             ctx.total(parts, y)
