@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import re
 import struct
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -283,7 +284,7 @@ HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 def c_type(text):
     """What C calls by ``text``: of 4 bytes for what is a small number or the name of an enumeration, of 8 for the rest."""
     wide = "*" in text or text in ("size_t", "cuuint64_t", "unsigned long long", "CUdeviceptr", "CUarray")
-    wide = wide or text in ("CUstream", "CUfunction", "CUgraph", "CUgraphExec")
+    wide = wide or text in ("CUstream", "CUfunction", "CUgraph", "CUgraphExec", "CUcontext")
     return ctypes.c_uint64 if wide else ctypes.c_uint32
 
 
@@ -351,12 +352,44 @@ def test_words_that_the_executor_writes(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     executor = object.__new__(cuda.CudaExecutor)
     executor.device, executor._posts = torch.device("cuda", 1), 9
+    executor._threads = threading.local()
+    executor._threads.known = True
     executor.write(1 << 45, 3)
     executor.post([1 << 46, 8], 2)
     assert calls == [(71, 1 << 45, 3, 0), (9, 1 << 46, 2, 0), (9, 8, 2, 0), ("synchronize", 9)]
     driver.cuStreamWriteValue32_v2 = lambda *args: 700
     with pytest.raises(RuntimeError, match="cuStreamWriteValue32 failed with CUDA_ERROR_OF_THE_TEST"):
         executor.write(8, 1)
+
+
+def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
+    """The driver does not know the context of a new thread, if the device is the one on which threads start; once is enough."""
+    calls = []
+
+    def current(found):
+        found._obj.value = 77
+        return 0
+
+    driver.cuCtxGetCurrent, driver.cuCtxSetCurrent = current, lambda known: calls.append((threading.get_ident(), known)) or 0
+    driver.cuStreamCreate = lambda stream, flags: setattr(stream._obj, "value", 9) or 0
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor._threads = torch.device("cuda", 0), threading.local()
+    executor.start(SimpleNamespace(nodes=[[0]]))
+
+    def use():
+        for _ in range(2):
+            with executor.current():
+                pass
+
+    use()
+    assert calls == []
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert calls == [(thread.ident, 77) for thread in threads]
 
 
 class Calls:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -215,6 +216,8 @@ class CudaExecutor:
         if env.racecheck():
             raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: use fluxlike.init(heap='shm'), or unset it")
         self.device = device
+        #: Of each thread, whether the driver knows its context there.
+        self._threads = threading.local()
         properties = torch.cuda.get_device_properties(device)
         self.programs = properties.multi_processor_count
         self.capability = (properties.major, properties.minor)
@@ -226,6 +229,7 @@ class CudaExecutor:
 
     def start(self, control: ControlGroup) -> None:
         nvshmem.start(self.device, control, one_host=len(control.nodes) == env.virtual_nodes())
+        self._context, self._threads.known = driver.context(), True
         # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
         self._posts = driver.make_stream()
 
@@ -297,14 +301,14 @@ class CudaExecutor:
 
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now: past whatever this GPU has queued and waits for."""
-        with torch.cuda.device(self.device):
+        with self.current():
             for address in addresses:
                 driver.write_value(self._posts, address, value)
             driver.synchronize(self._posts)
 
     def post_to(self, pes: list[int], address: int, value: int) -> None:
         """`post` to ranks of other nodes, by a symmetric 64-bit word. Not waited for: it may need a place on a full GPU."""
-        with torch.cuda.device(self.device):
+        with self.current():
             for pe in pes:
                 nvshmem.signal(address, value, pe, self._posts, add=False)
 
@@ -366,5 +370,13 @@ class CudaExecutor:
             engine.remember(key, queue)
 
     def current(self) -> Any:
-        """A ``with`` in which this device is current. It seldom is not: a thread starts on device 0."""
-        return _AS_IT_IS if torch.cuda.current_device() == self.device.index else torch.cuda.device(self.device)
+        """A ``with`` in which this device is current. It seldom is not: a thread starts on device 0.
+
+        CUDA's runtime gives a thread its context with the first call that needs one; the driver, which is called here, does not.
+        """
+        if torch.cuda.current_device() != self.device.index:
+            return torch.cuda.device(self.device)
+        if not getattr(self._threads, "known", False):
+            driver.set_context(self._context)
+            self._threads.known = True
+        return _AS_IT_IS

@@ -29,6 +29,8 @@ _TYPES: dict[str, list[Any]] = {
     "cuGraphLaunch": [_POINTER, _POINTER],
     "cuGraphExecDestroy": [_POINTER],
     "cuGetErrorName": [_NUMBER, _POINTER],
+    "cuCtxGetCurrent": [_POINTER],
+    "cuCtxSetCurrent": [_POINTER],
 }
 NON_BLOCKING, THREAD_LOCAL = 1, 1  # CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 #: CUstreamBatchMemOpParams: operation, address, value, flags, alias; 48 bytes.
@@ -130,3 +132,15 @@ def launch_graph(executable: int, stream: int) -> None:
 
 def destroy_graph(executable: int) -> None:
     check(library().cuGraphExecDestroy(executable), "cuGraphExecDestroy")
+
+
+def context() -> int:
+    """The driver's context of this thread; 0 for none."""
+    found = ctypes.c_void_p()
+    check(library().cuCtxGetCurrent(ctypes.byref(found)), "cuCtxGetCurrent")
+    return found.value or 0
+
+
+def set_context(known: int) -> None:
+    """This thread's calls belong to a context that another one had."""
+    check(library().cuCtxSetCurrent(known), "cuCtxSetCurrent")
