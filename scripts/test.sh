@@ -79,28 +79,32 @@ if [ "${1:-}" = full ]; then
 fi
 
 # Everything runs even if the first check fails: one run tells all there is to mend.
-status=0
+status=0 beside=() lanes=()
+if [ -n "$covered" ] && [ $# -eq 0 ]; then
+  # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
+  # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
+  compiling="ptx choice lint tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
+             public_api numerics offsets security"
+  computing="ops all_reduce collectives decomposed direct fuzz gemm_ar groups interpreter interpreter_language model sequential
+             sparse_all_reduce sparse_index trace trees"
+  trap 'kill "${lanes[@]}" 2>/dev/null || true' EXIT
+  for names in "$compiling" "$computing"; do
+    files=()
+    for name in $names; do files+=("tests/test_$name.py"); done
+    "$PYTHON" "${run[@]}" -p no:cacheprovider -m "$which" "${files[@]}" >"$covered/beside${#lanes[@]}.log" 2>&1 &
+    lanes+=($!)
+    beside+=("${files[@]}")
+  done
+fi
 if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . || status=1; fi
 if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
-beside=()
-if [ -n "$covered" ] && [ $# -eq 0 ]; then
-  # About half of the time: what compiles, then ranks whose tests have no tight limits, while the ranks of the others wait for each
-  # other. Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it
-  # is busy.
-  beside=(tests/test_{choice,lint,ptx,tiles,topology,topology_detect,tune}.py)
-  beside+=(tests/test_{async_tp,library,nn,bench,bench_ranks,bench_sparse,doctor,links}.py)
-  beside+=(tests/test_{public_api,numerics,offsets,security}.py)
-  "$PYTHON" "${run[@]}" -p no:cacheprovider -m "$which" "${beside[@]}" >"$covered/beside.log" 2>&1 &
-  second=$!
-  trap 'kill "$second" 2>/dev/null || true' EXIT
-fi
 "$PYTHON" "${run[@]}" -m "$which" ${beside[@]+"${beside[@]/#/--ignore=}"} "$@" || status=$?
-if [ -n "${second:-}" ]; then
-  wait "$second" || status=$?
-  trap - EXIT
+for i in "${!lanes[@]}"; do
+  wait "${lanes[i]}" || status=$?
   echo "beside these:"
-  cat "$covered/beside.log"
-fi
+  cat "$covered/beside$i.log"
+done
+trap - EXIT
 if [ -n "$covered" ]; then
   echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
   "$PYTHON" -m coverage combine -q || status=1

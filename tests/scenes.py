@@ -213,12 +213,19 @@ def _receive_late(row, source, epoch, ctl, rank, what: tl.constexpr, R: tl.const
 def collectives(group: Any, transport: str, kind: str) -> None:
     """The calls of one scene. In one of a root that is ahead, rank 1 reads so late that only the credit keeps what it reads."""
     late = kind == "late" or (transport.startswith("rooted") and kind == "empty")
+    store = dist.distributed_c10d._get_default_store()
     with _overtaken(group) if kind == "overtaken" else contextlib.nullcontext():
         for call in range(CALLS[kind]):
+            if (transport, kind, call) == ("rooted_bulk", "empty", 1):  # the root reads before rank 1 sends, on a busy machine, too
+                if group.rank() == 0:
+                    store.set("root in call 1", "")
+                if group.rank() == 1:
+                    store.wait(["root in call 1"])
+                    time.sleep(0.7)
             _hold("all_reduce", "late" if late else "", call, group.rank(), "")
             programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
             if (transport, kind, call, group.rank()) == ("rooted_words", "late", 5, 0):
-                dist.distributed_c10d._get_default_store().set("root in call 5", "")
+                store.set("root in call 5", "")
             reads_late = (transport, kind, call, group.rank()) == ("rooted_words", "late", 3, 1)
             fluxlike.kernels.exchange.receive_from = _receive_late if reads_late else words.receive_from
             _collective(group, transport, kind, call)

@@ -117,7 +117,7 @@ def compilable():
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # the ranks may have no children
-    torch._inductor.config.force_disable_caches = True
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.reset()
 
 

@@ -203,7 +203,8 @@ def compiled(group, backend, function, sizes, dynamic):
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # the ranks may have no children
-    torch._inductor.config.force_disable_caches = True  # which would not see a change of the ops' effects
+    # Caches of graphs would not see a change of the ops' effects.
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch._dynamo.reset()
     function = {"block": block, "activated": activated}[function]
