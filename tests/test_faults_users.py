@@ -73,7 +73,7 @@ def in_a_child(act) -> None:
 
 def forks(group):
     """A child can use nothing, and neither closing nor dropping what it got frees, ends or hangs anything."""
-    gc.collect()  # what other tests left: a CUDA graph of theirs would end the child that collects it
+    gc.collect()  # what other tests left: torch's destructor of a CUDA graph would end the child that collects it
     ctx, parent = make_context("gemm_rs", "copy_engine", group), os.getpid()
     x = torch.ones(8, 64, device=device())
     call(ctx, 1)

@@ -36,7 +36,16 @@ _made: Counter[tuple[int, ...]] = Counter()
 observer: Any = None
 
 
-_connections: weakref.WeakSet[Any] = weakref.WeakSet()
+_kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def keep_in_children(thing: Any) -> None:
+    """No destructor of ``thing``, or of what it holds, runs in a forked child.
+
+    Gloo's would wait for threads that are not there; torch's, of memory that streams used, ends a process that cannot use the GPU.
+    """
+    _kept.add(thing)
+    _watch_forks()
 
 
 @functools.cache
@@ -45,9 +54,8 @@ def _watch_forks() -> None:
 
 
 def _keep() -> None:
-    """In a forked child gloo's threads are not there, and its destructor would wait for them: it may never run."""
-    for connection in _connections:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+    for thing in _kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class ControlGroup:
@@ -82,8 +90,7 @@ class ControlGroup:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.limit()))
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
-        _connections.add(self._gloo)
-        _watch_forks()
+        keep_in_children(self._gloo)
 
     @property
     def spans(self) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import env, nodes, racecheck
 from .calls import CallBoard
-from .control import ControlGroup
+from .control import ControlGroup, keep_in_children
 from .errors import CallMismatch
 from .heap import Segment, SymmetricHeap
 
@@ -27,6 +27,7 @@ class World:
     """What `current` returns between init and finalize."""
 
     def __init__(self, group: dist.ProcessGroup, heap: str, heap_bytes: int | None, owns_torch: bool) -> None:
+        keep_in_children(self)
         self.group, self.owns_torch = group, owns_torch
         self._process = os.getpid()
         self._connecting: dict[str, threading.Lock] = {}
