@@ -16,6 +16,7 @@ from faults import LIMIT_S, OPS, call, make_context, told, works
 from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
 
 import fluxlike
+from fluxlike.kernels import sync
 from fluxlike.ops.gemm_rs import GemmRSContext
 from fluxlike.runtime import calls, world
 
@@ -185,6 +186,31 @@ def raises_in_the_middle(group):
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_a_rank_that_raises_an_exception(ranks):
     run_ranks(raises_in_the_middle, ranks)
+
+
+def passes_on(group, op):
+    """A rank gave up in a call that this one ended without waiting for it: what this one has may be wrong, and `check` says so."""
+    ctx, rank = make_context(op, "in_kernel", group), dist.get_rank(group)
+    call(ctx, 1)
+    ctx.check()
+    dist.barrier(group)
+    if rank == 1:
+        world.current().executor.post([ctx.block.addresses[0] + 8 * sync.ABORT.value], 2)
+    dist.barrier(group)
+    if rank == 0:
+        with pytest.raises(fluxlike.PeerTimeout, match=r"what rank 0 has .* may be wrong, because rank 1 gave up first"):
+            ctx.check()
+        with pytest.raises(fluxlike.PeerTimeout, match="because rank 1 gave up first"):
+            call(ctx, 2)
+    else:
+        ctx.check()
+    ctx.close()
+    works(group)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_a_rank_that_gave_up_passed_on(op):
+    run_ranks(passes_on, 2, op=op)
 
 
 def loses_a_copy_signal(group, op):

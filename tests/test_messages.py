@@ -106,11 +106,14 @@ def comes(group):
     """It waits for the message of one node, and changes nothing."""
     for this in cases():
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
+        mates = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
+        for number, mate in enumerate(mates):
+            this.inner[0][sync.BASES.value + number] = mate.data_ptr()
         for peer in this.others:
 
             def run(this=this, peer=peer):
                 where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer)
-                return this.run(kernels.messages_came_kernel, *where, 70, 90, PITCH, J=this.nodes)
+                return this.run(kernels.messages_came_kernel, *where, 70, 90, PITCH, this.inner[0], RANK, J=this.nodes, L=3)
 
             this.head[1:] = USED + 1
             this.head[this.came(peer)] = USED
@@ -119,7 +122,14 @@ def comes(group):
             this.head[this.came(peer)] = USED + 1
             ctl = this.ctl.clone()
             assert run() is None
-            assert torch.equal(this.ctl, ctl)
+            assert torch.equal(this.ctl, ctl) and not any(mate.any() for mate in mates)
+            this.ctl[sync.FAILED.value] = 1  # also by an earlier wait: the others of the node are told, this rank knows
+            assert run() is None
+            assert [mate[sync.ABORT.value].item() for mate in mates] == [RANK + 1, RANK + 1, 0]
+            assert not any(mate[1:].any() for mate in mates)
+            this.ctl.copy_(ctl)
+            for mate in mates:
+                mate.zero_()
 
 
 def ends(group):

@@ -179,6 +179,8 @@ def model(group):
     across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     with pytest.raises(ValueError, match="M=13 is more than the context's max_m=8"):
         fluxlike.gemm_rs(x, up, fluxlike.create_gemm_rs_context(8, 16, dtype=torch.float32, group=across))
+    with pytest.raises(RuntimeError, match=r"has no .* MiB free for the group of ranks"):  # no world, so the heap does not grow
+        fluxlike.create_gemm_rs_context(8192, 4096, dtype=torch.float32, group=across)
     torch.testing.assert_close(fluxlike.gemm_rs(x, up, group=across), (2 * x @ up.T)[rank // 2 * 7 : rank // 2 * 7 + 7])
     fluxlike.finalize()
 
@@ -207,14 +209,19 @@ def test_every_schedule(ranks, heap):
         assert outcome.ok, str(outcome)
 
 
-def wrong(group, how):
+def wrong(group, how, op):
     """The last rank, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
     start()
+    call = getattr(fluxlike, op)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     guilty = rank == size - 1
-    ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
-    x, w = torch.ones(16, 8, device=device()), torch.ones(16, 8, device=device())
-    fluxlike.gemm_rs(x, w, ctx)
+    if op == "gemm_rs":
+        ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
+    else:
+        ctx = fluxlike.create_ag_gemm_context(16, 16, 8, dtype=torch.float32)
+    full = 16 if op == "gemm_rs" else 16 // size
+    x, w = torch.ones(full, 8, device=device()), torch.ones(16, 8, device=device())
+    call(x, w, ctx)
     if how != "other":
         ctx.check()
     since, said = time.monotonic(), ""
@@ -224,8 +231,8 @@ def wrong(group, how):
         os._exit(3)
     try:
         if not (guilty and how == "absent"):
-            fluxlike.gemm_rs(x[:12] if guilty else x, w, ctx)
-            fluxlike.gemm_rs(x, w, ctx)
+            call(x[: 3 * full // 4] if guilty else x, w, ctx)
+            call(x, w, ctx)
             if how != "other":
                 ctx.check()
     except (RuntimeError, ValueError) as error:
@@ -234,22 +241,28 @@ def wrong(group, how):
             assert (fluxlike.gemm_rs(x, w) == 8 * size).all()
         else:
             with pytest.raises(type(error)):
-                fluxlike.gemm_rs(x, w, ctx)
+                call(x, w, ctx)
     took = time.monotonic() - since
     with contextlib.suppress(CallMismatch):  # of a rank that made fewer calls
         fluxlike.finalize()
     return said, took
 
 
-WRONG = [(how, 4, "shm") for how in ("absent", "dead", "other", "sizes")]
-WRONG += [pytest.param(how, ranks, "nvshmem", marks=pytest.mark.gpu) for how in ("absent", "dead", "sizes") for ranks in (2, 4)]
+WRONG = [(how, 4, "shm", "gemm_rs") for how in ("absent", "dead", "other", "sizes")]
+WRONG += [(how, 4, "shm", "ag_gemm") for how in ("absent", "dead")]
+WRONG += [
+    pytest.param(how, ranks, "nvshmem", op, marks=pytest.mark.gpu)
+    for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))
+    for ranks in (2, 4)
+]
 
 
-@pytest.mark.parametrize(("how", "ranks", "heap"), WRONG)
-def test_what_goes_wrong(how, ranks, heap):
+@pytest.mark.parametrize(("how", "ranks", "heap", "op"), WRONG)
+def test_what_goes_wrong(how, ranks, heap, op):
     limit = 2 if how == "absent" else 10 if heap == "shm" else 4
     env, last = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": str(limit)}, ranks - 1
-    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=[last] if how == "dead" else [], how=how)
+    dead = [last] if how == "dead" else []
+    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, how=how, op=op)
     said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
     assert set(said) == set(range(last if how == "dead" else ranks)), [str(outcome) for outcome in outcomes]
     told = "PeerTimeout" if how in ("absent", "dead") else "CallMismatch"

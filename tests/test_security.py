@@ -281,11 +281,11 @@ def test_the_nvshmem_id_travels_as_numbers(monkeypatch, rank):
     device = types.SimpleNamespace(Device=lambda index: types.SimpleNamespace(set_current=lambda: None))
     for name, module in {"nvshmem": types.SimpleNamespace(core=core), "nvshmem.core": core, "cuda.core": device}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name in nvshmem._DEFAULTS:
+    for name in (*nvshmem._DEFAULTS, *nvshmem._ONE_HOST):
         monkeypatch.setenv(name, "")
     control = Control()
     control.rank = rank
-    nvshmem.start(torch.device("cuda", 0), control)
+    nvshmem.start(torch.device("cuda", 0), control, one_host=True)
     assert started[0]._data.tobytes() == bytes(range(128))
     assert said == [list(range(128)) if rank == 0 else [0] * 128]
 

@@ -62,9 +62,15 @@ def messages_head_kernel(box, ctl, inner, other, rank, m, columns):
     tl.store(box + BAD, bad.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch"])
-def messages_came_kernel(inbox, head, ctl, slot, node, peer, m, columns, pitch, J: tl.constexpr):
-    """What the stream holds behind this may read the message of node ``peer``, which is of this call. One program."""
+@triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch", "rank"])
+def messages_came_kernel(
+    inbox, head, ctl, slot, node, peer, m, columns, pitch, inner, rank, J: tl.constexpr, L: tl.constexpr
+):  # fmt: skip
+    """What the stream holds behind this may read the message of node ``peer``, which is of this call. One program.
+
+    If there is none, or it is worth nothing, the other ranks of the node know that before this one can pass anything on.
+    ``inner``: control block of a context of the node, of whose L ranks this is ``rank``.
+    """
     wait(head + CAME + slot * J + peer, tl.load(ctl + LAST_USE + slot) + 1, ctl, node, WAIT_MESSAGE, peer, 0)  # (B)
     box = inbox + (slot * J + peer).to(tl.int64) * pitch
     theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
@@ -73,6 +79,10 @@ def messages_came_kernel(inbox, head, ctl, slot, node, peer, m, columns, pitch, 
     if ((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0):
         what = tl.where(bad != 0, PEER_FAILED, WRONG_MESSAGE)
         _give_up(ctl, node, what, peer, ours, theirs, 0)
+    if _failed(ctl):
+        for step in range(1, L):
+            mate = tl.load(inner + BASES + (rank + step) % L).to(tl.pointer_type(tl.int64))
+            tl.atomic_xchg(mate + ABORT, (rank + 1).to(tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit(do_not_specialize=["slot", "node", "rank"])

@@ -46,7 +46,7 @@ class Compiled(Protocol):
     def stages(self) -> int: ...
 
 
-class _Making(type):
+class Making(type):
     """Contexts outlive the call that makes them: tensors made in inference mode could not be written to outside of it."""
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
@@ -54,7 +54,7 @@ class _Making(type):
             return super().__call__(*args, **named)
 
 
-class GroupContext(metaclass=_Making):
+class GroupContext(metaclass=Making):
     """Memory and signals of one operation on one group.
 
     Attributes for people and tests: ``last_path`` (how the last call was made), ``stats`` (calls, kernel launches, those of them
@@ -261,10 +261,31 @@ class GroupContext(metaclass=_Making):
         self._release()
 
     def check(self) -> None:
-        """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out."""
+        """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out, on this rank or another.
+
+        A rank whose wait runs out goes on with whatever is there, and in some operations passes that on: what the calls before
+        gave is right where this does not raise.
+        """
         self.world.raise_if_forked()
         self.world.executor.synchronize()
+        self.look_at_peers()
         self.raise_if_failed()
+
+    def look_at_peers(self) -> None:
+        """The device is done: fail if another rank gave up. Its abort word was there before what it passed on."""
+        for context in self.inner:
+            context.look_at_peers()
+        if self.closed or self.failure() is not None:
+            return
+        gave_up = int(self.head[sync.ABORT.value])
+        if gave_up:
+            me, other = self.group_ranks[self.rank], self.group_ranks[gave_up - 1]
+            with self.control.lock:
+                self._error = self.board.diagnose() or PeerTimeout(
+                    f"{self.op}: what rank {me} has of the calls of this context may be wrong, because rank {other} gave up first; "
+                    f"the message of rank {other} names the cause. Close the context and make a new one"
+                )
+                self.board.freeze()
 
     def _describe(self, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> str:
         me = self.group_ranks[self.rank]

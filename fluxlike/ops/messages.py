@@ -2,18 +2,18 @@
 
 A rank has a counterpart on every other node, and sends each one message a call. What the two kinds have in common::
 
-    begin(m, columns)                 a call begins; its counterparts must be at one of the same sizes
-    place(node, rows, columns)        where the payload for a node is to be written
-    send(place, node)                 it is on its way, beside what follows; the place is left alone until the call ends
-    send_to_all(x)                    the same payload to all other nodes, the nearest behind this one first
-    places(rows, columns)             [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
-    receive(node, place)              what follows may read the payload of a node
-    read(node)                        what follows does not read it any more
-    end()                             all that was sent has left its place
+    begin(m, columns)                   a call begins; its counterparts must be at one of the same sizes
+    place(node, rows, columns, dtype)   where the payload for a node is to be written
+    send(place, node)                   it is on its way, beside what follows; the place is left alone until the call ends
+    send_to_all(x)                      the same payload to all other nodes, the nearest behind this one first
+    places(rows, columns, dtype)        [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
+    receive(node, place)                what follows may read the payload of a node
+    read(node)                          what follows does not read it any more
+    end()                               all that was sent has left its place
 
 *Puts.* On each rank a block of the symmetric heap holds two slots of J messages to receive, those to send, and a head of words.
-A message is 256 bytes, the head, and the payload behind it; one put takes both. Nothing is frozen into a
-CUDA graph but the slot: the words are counters, by ADD, and what they are compared with is counted on the device.
+A message is 256 bytes, the head, and the payload behind it; one put takes both. A CUDA graph freezes the slot
+and the sizes, and no number of a call: the words are counters, by ADD, and what they are compared with is counted on the device.
 
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
   message → ``wait`` of ``messages_begin_kernel`` for as many as the slot was used before.
@@ -21,10 +21,11 @@ CUDA graph but the slot: the words are counters, by ADD, and what they are compa
   ``messages_came_kernel`` for one more than the slot was used before, which then looks at the head.
 
 *What is worth nothing.* A kernel whose wait runs out goes on with whatever is there. So the head says the sizes of the call, and
-whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, as does
-``messages_end_kernel`` if a rank of this node has given up by the end of the call: who gets such a result is told. (But for a
-moment: another program of a rank that gives up may publish what is worth nothing just before the abort words are out. Then a later
-call raises.)
+whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, and
+tells the ranks of its node before it passes anything on; ``messages_end_kernel`` reports that one of them has given up by the end
+of the call. So who gets such a result is told. Two windows are left, in which only a later call raises: another program of a rank
+that gives up may publish what is worth nothing just before the abort words are out; and a rank whose wait for a credit ran out
+still puts its message, into a slot that a peer, late by more than the limit, may be reading.
 
 Puts go by a stream of their own, each behind the kernel that writes its payload; (A) is waited for before the first. The next call
 writes the places to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
@@ -97,8 +98,8 @@ class Letters(Messages):
     """Over TCP, by gloo, for tensors of CPUs."""
 
     def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
+        """``nbytes``, ``sending``, ``inner``: see `Puts`; letters need no memory that is made before."""
         super().__init__(op, control)
-        control.spanning += 1
         #: Of its messages: what a failed context has left unread is not for the next one.
         self._tag = 2 * control.spanning
         self._number = 0
@@ -157,6 +158,9 @@ class Letters(Messages):
         """Failures are raised where they happen."""
         return None
 
+    def quiet(self) -> None:
+        """Who closes has received what was sent."""
+
     def close(self, everyone: bool) -> None:
         """No memory of its own."""
 
@@ -207,7 +211,7 @@ class Puts(Messages):
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         found = self._made.get(key)
         if found is None:
-            if len(self._made) >= 4 * PLANS:
+            if len(self._made) >= 8 * len(self.nodes) * PLANS:
                 self._made.clear()
             found = self._made[key] = make()
         return found
@@ -283,9 +287,10 @@ class Puts(Messages):
         slot, sizes = self._slot, self._sizes
 
         def args() -> tuple:
-            return (self.inbox.view(torch.int64), self.head, self.ctl, slot, self.node, node, *sizes, self._pitch // 8)
+            where = self.inbox.view(torch.int64), self.head, self.ctl, slot, self.node, node
+            return (*where, *sizes, self._pitch // 8, self._inner.ctl, self._inner.rank)
 
-        self._launch((slot, node, sizes), kernels.messages_came_kernel, args, J=len(self.nodes))
+        self._launch((slot, node, sizes), kernels.messages_came_kernel, args, J=len(self.nodes), L=self._inner.size)
 
     def read(self, node: int) -> None:
         word = self._once(("read", self._slot), lambda: self._word((2 + self._slot) * len(self.nodes) + self.node))
@@ -300,7 +305,10 @@ class Puts(Messages):
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
         pes = [self._pes[node] for node in self.others(1)]
-        self._world.executor.post_to(pes, self.head.data_ptr() + 8 * sync.ABORT.value, self.node + 1)
+        try:
+            self._world.executor.post_to(pes, self.head.data_ptr() + 8 * sync.ABORT.value, self.node + 1)
+        except RuntimeError as problem:  # a GPU in this state has an error of its own to report
+            world.log.warning("%s cannot tell its counterparts that it gave up: %s", self.me(), problem)
 
     def failure(self) -> Exception | None:
         """The error of a wait of an earlier call, if one is known by now."""
@@ -322,6 +330,10 @@ class Puts(Messages):
             f"saw {seen}). All ranks must be alive, reach each other and make the same calls in the same order; FLUXLIKE_TIMEOUT_S "
             "sets the limit. Close the context and make a new one"
         )
+
+    def quiet(self) -> None:
+        """Queue a wait for what was put, and for credits: behind it they are where they belong."""
+        self._puts.quiet()
 
     def close(self, everyone: bool) -> None:
         """The device is done; if ``everyone`` is, too, the memory may be used again."""

@@ -24,6 +24,7 @@ every repeat.
 Messages are sent from where the operation of a node writes its result, and read from where they come; `messages` has their record.
 """
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -35,8 +36,9 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import validate
 from .exchange import Compiled
+from .group import Making
 from .group import kept as group_kept
-from .messages import Messages, messages
+from .messages import messages
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
 _SUM, _BLOCK = Compiled(warps=4), 1024
@@ -44,11 +46,14 @@ _SUM, _BLOCK = Compiled(warps=4), 1024
 _SUMS = 4
 
 
-class NodesContext:
+class NodesContext(metaclass=Making):
     """A context of this rank's node, and what its calls have in common with those of the other nodes.
 
     Attributes for people and tests: ``inner`` (of the node), ``last_path``, ``stats`` (calls, bytes sent to other nodes).
     """
+
+    inner: Any
+    messages: Any
 
     def __init__(
         self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, here: int = 0, **sizes: int | None
@@ -68,23 +73,30 @@ class NodesContext:
         what = f"create_{op}_context"
         with control.lock:
             control.agree(what, (sizes, str(dtype), schedule))
-            self.inner: Any = None
+            control.spanning += 1
+            self.inner, self.messages = None, None
             try:
-                self.inner = self._make(here, **sizes)
-                self.messages: Any = self._make_messages(**sizes)
-            except (RuntimeError, ValueError) as problem:
-                error = problem
-            try:
-                control.agree(f"{what}: the nodes", None, error)
+                for part, make in (("the nodes", self._make), ("their messages", self._make_messages)):
+                    try:
+                        make(here, **sizes)
+                    except (RuntimeError, ValueError) as problem:
+                        error = problem
+                    control.agree(f"{what}: {part}", None, error)
             except BaseException:
-                if self.inner is not None:
-                    self.inner.close()
+                self._drop()
                 raise
         self.max_m, self.n, self.k = sizes["max_m"], sizes.get("n"), sizes.get("k")
         self.label = f"{what} over {len(self.nodes)} nodes"
         self.world.contexts.insert(self.world.contexts.index(self.inner), self)  # which is closed before what is in it
 
-    def _make(self, here: int, max_m: Any, n: Any = None, k: Any = None) -> Any:
+    def _drop(self) -> None:
+        """What was made before a rank failed; no call has used it."""
+        if self.messages is not None:
+            self.messages.close(True)
+        if self.inner is not None:
+            self.inner.close()
+
+    def _make(self, here: int, max_m: Any, n: Any = None, k: Any = None) -> None:
         """The context of this node, for the rows of a node at a time."""
         from .ag_gemm import AGGemmContext
         from .gemm_rs import GemmRSContext
@@ -92,13 +104,17 @@ class NodesContext:
         local = self.control.local
         rows = max_m if not isinstance(max_m, int) or max_m < 1 else local.size * chunk_rows(max_m, self.size)
         if self.op == "gemm_rs":
-            return GemmRSContext(rows, n, self.dtype, local, self.schedule, None if k is None else cdiv(k, len(self.nodes)), here)
-        return AGGemmContext(rows, k, self.dtype, local, self.schedule, None if n is None else cdiv(n, len(self.nodes)), here)
+            whole = None if k is None else cdiv(k, len(self.nodes))
+            self.inner = GemmRSContext(rows, n, self.dtype, local, self.schedule, whole, here)
+        else:
+            whole = None if n is None else cdiv(n, len(self.nodes))
+            self.inner = AGGemmContext(rows, k, self.dtype, local, self.schedule, whole, here)
 
-    def _make_messages(self, max_m: Any, n: Any = None, k: Any = None) -> Messages:
+    def _make_messages(self, here: int, max_m: Any, n: Any = None, k: Any = None) -> None:
         """gemm_rs has something else for each node; ag_gemm the same for all."""
         columns, sending = (n, len(self.nodes) - 1) if self.op == "gemm_rs" else (k, 1)
-        return messages(self.op, self.control, chunk_rows(max_m, self.size) * columns * self.dtype.itemsize, sending, self.inner)
+        nbytes = chunk_rows(max_m, self.size) * columns * self.dtype.itemsize
+        self.messages = messages(self.op, self.control, nbytes, sending, self.inner)
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 
@@ -145,13 +161,20 @@ class NodesContext:
             raise
 
     def check(self) -> None:
-        """Wait for the device and raise if a wait of an earlier call ran out."""
-        self.inner.check()
+        """Wait for the device and raise if a wait of an earlier call ran out; as `GroupContext.check`."""
+        self.world.raise_if_forked()
+        self.world.executor.synchronize()
+        if not self.closed:
+            self.inner.look_at_peers()
         self.raise_if_failed()
 
     def fits(self, sizes: dict[str, int]) -> bool:
-        """Whether calls up to ``sizes`` can use it. The same on all ranks, which are all told of a failure."""
-        usable = not self.closed and self._error is None
+        """Whether calls up to ``sizes`` can use it. The same on all ranks.
+
+        On CPUs they are all told of a failure in the call that fails, and the next makes it anew. On GPUs each learns of it in
+        another call, so it is kept, and raises.
+        """
+        usable = not self.closed and (self._error is None or self.world.executor.name != "shm")
         return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
@@ -164,6 +187,7 @@ class NodesContext:
         self.closed = True
         if self in self.world.contexts:
             self.world.contexts.remove(self)
+        self.messages.quiet()
         self.world.executor.synchronize()
         everyone, _ = self.control.part(f"closing {self.label}")
         self.messages.close(everyone)
@@ -184,18 +208,21 @@ class _Call:
         self._sizes = m, columns
 
     def __enter__(self) -> Self:
-        self.ctx.messages.begin(*self._sizes)
+        self._step(lambda: self.ctx.messages.begin(*self._sizes))
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
-            try:
-                self.ctx.messages.end()
-            except BaseException as problem:
-                self.ctx.broken(problem)
-                raise
+            self._step(self.ctx.messages.end)
         else:
             self.ctx.broken(error)
+
+    def _step(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except BaseException as problem:
+            self.ctx.broken(problem)
+            raise
 
     def rows(self, node: int) -> slice:
         """The rows of a node's ranks."""

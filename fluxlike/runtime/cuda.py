@@ -157,15 +157,17 @@ class CudaPuts:
     card, which must find a place beside a product: therefore the priority.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
+    def __init__(self, executor: "CudaExecutor") -> None:
+        self._executor, self._device = executor, executor.device
+        self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._behind, self._joined = torch.cuda.Event(), torch.cuda.Event()
 
     def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
         self._behind.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._behind)
-        nvshmem.put(to, source, nbytes, signal, pe, self._stream.cuda_stream)
+        with self._executor.current():
+            nvshmem.put(to, source, nbytes, signal, pe, self._stream.cuda_stream)
 
     def join(self) -> None:
         self._joined.record(self._stream)
@@ -173,7 +175,15 @@ class CudaPuts:
 
     def add(self, address: int, pe: int) -> None:
         """Add one to a word of another node's, behind what the current stream holds."""
-        nvshmem.signal(address, 1, pe, torch.cuda.current_stream(self._device).cuda_stream, add=True)
+        with self._executor.current():
+            nvshmem.signal(address, 1, pe, torch.cuda.current_stream(self._device).cuda_stream, add=True)
+
+    def quiet(self) -> None:
+        """What was queued here and on the current stream is complete at the other nodes, once these streams are done."""
+        if not self._executor.one_host:  # where GPUs write to each other that is so without
+            with self._executor.current():
+                for stream in (self._stream, torch.cuda.current_stream(self._device)):
+                    nvshmem.quiet(stream.cuda_stream)
 
 
 class CudaLaunch(Launch):
@@ -228,13 +238,15 @@ class CudaExecutor:
             )
 
     def start(self, control: ControlGroup) -> None:
-        nvshmem.start(self.device, control, one_host=len(control.nodes) == env.virtual_nodes())
+        self.one_host = len(control.nodes) == env.virtual_nodes()
+        nvshmem.start(self.device, control, self.one_host)
         self._context, self._threads.known = driver.context(), True
         # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
-        self._posts = driver.make_stream()
+        self._posts, self._far_posts = driver.make_stream(), driver.make_stream()
 
     def stop(self) -> None:
         driver.destroy_stream(self._posts)
+        driver.destroy_stream(self._far_posts)
         nvshmem.stop()
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
@@ -254,7 +266,7 @@ class CudaExecutor:
         return CudaCopyEngine(self.device)
 
     def puts(self) -> CudaPuts:
-        return CudaPuts(self.device)
+        return CudaPuts(self)
 
     def lanes(self) -> CudaLanes:
         return CudaLanes(self.device)
@@ -310,7 +322,7 @@ class CudaExecutor:
         """`post` to ranks of other nodes, by a symmetric 64-bit word. Not waited for: it may need a place on a full GPU."""
         with self.current():
             for pe in pes:
-                nvshmem.signal(address, value, pe, self._posts, add=False)
+                nvshmem.signal(address, value, pe, self._far_posts, add=False)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

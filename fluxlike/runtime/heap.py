@@ -30,7 +30,7 @@ class Segment(Protocol):
 class Block:
     """``nbytes`` at the same offset on every rank of a group.
 
-    ``indices``: the group's ranks as indices of the world. ``addresses``: where each rank's bytes are mapped here.
+    ``indices``: the group's ranks as indices of the world. ``addresses``: where each rank's bytes are mapped here; 0 if not.
     """
 
     segment_index: int
@@ -41,7 +41,8 @@ class Block:
     addresses: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.addresses = [self.segment.addresses[rank] + self.offset for rank in self.indices]
+        starts = [self.segment.addresses[rank] for rank in self.indices]
+        self.addresses = [start and start + self.offset for start in starts]
 
     @property
     def local(self) -> torch.Tensor:
@@ -78,8 +79,8 @@ class SymmetricHeap:
         group, which allocate together; a sub-group cannot, since that is collective over the world: RuntimeError with the remedy.
         """
         nbytes = -(-nbytes // ALIGN) * ALIGN
-        everyone = control if control.size == self._world.size else control.whole
-        can_grow = everyone.size == self._world.size
+        everyone = control if control.ranks == self._world.ranks else control.whole
+        can_grow = everyone.ranks == self._world.ranks
         together = everyone if can_grow else control
         while True:
             place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)

@@ -7,6 +7,7 @@ processing elements, not over a sub-group; so a segment belongs to the world, an
 
 import functools
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,10 @@ def stop() -> None:
     nvshmem.finalize()
 
 
+#: Threads may call on two groups at once, and NVSHMEM is started for one thread.
+_one_at_a_time = threading.Lock()
+
+
 @functools.cache
 def _signals() -> tuple[Any, Any, int, int]:
     """What queues puts and signals, and the numbers of their operations."""
@@ -70,13 +75,23 @@ def put(to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) ->
     ``to`` and ``signal`` are symmetric, named by this rank's memory; ``source`` may be written again behind this on the stream.
     """
     queue, _, add, _ = _signals()
-    queue(to, source, nbytes, signal, 1, add, pe, stream)
+    with _one_at_a_time:
+        queue(to, source, nbytes, signal, 1, add, pe, stream)
 
 
 def signal(address: int, value: int, pe: int, stream: int, add: bool) -> None:
     """Queue: the symmetric 64-bit word at ``address`` is set to ``value`` on rank ``pe`` of the world, or that is added to it."""
     _, queue, adding, setting = _signals()
-    queue(address, value, adding if add else setting, pe, stream)
+    with _one_at_a_time:
+        queue(address, value, adding if add else setting, pe, stream)
+
+
+def quiet(stream: int) -> None:
+    """Queue a wait until what the stream has put, and signalled, is complete on other nodes."""
+    from nvshmem.bindings import nvshmem as bindings
+
+    with _one_at_a_time:
+        bindings.quiet_on_stream(stream)
 
 
 class NvshmemSegment:

@@ -117,7 +117,7 @@ class World:
             )
 
     def indices(self, control: ControlGroup) -> list[int]:
-        """The ranks of a group, all on this node, as indices of those that have the heap together."""
+        """The ranks of a group as indices of those that have the heap together."""
         return [self.sharing.ranks.index(rank) for rank in control.ranks]
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
             initialised from torchrun's environment (and `finalize` ends it).
         heap: "nvshmem" (GPUs), "shm" (shared memory and Triton's interpreter, no GPU), or "auto": nvshmem where torch sees a GPU.
         heap_bytes: size of the symmetric heap on each rank; default FLUXLIKE_HEAP_BYTES, else 1 GiB on GPUs and 64 MiB on
-            CPUs. Contexts of the whole world grow it; contexts of sub-groups must fit.
+            CPUs. Contexts of the whole world grow it, also where it spans nodes; contexts of sub-groups must fit.
 
     Raises:
         RuntimeError: called twice, or the machine cannot (the message says what to do).

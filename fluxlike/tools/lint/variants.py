@@ -143,6 +143,20 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
 
+def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int) -> dict[str, int]:
+    """Operations in the source of a kernel, whatever it is compiled for."""
+    # waits for words: for everything at once, and for the results of each
+    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words}.get(name, 0)
+    # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
+    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
+    counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
+    counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
+    # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
+    counts["volatile load"] += {"messages_head_kernel": 5, "messages_came_kernel": 6, "messages_end_kernel": 6}.get(name, 0)
+    counts["asm fence.acq_rel.sys"] += name in ("messages_came_kernel", "messages_end_kernel")
+    return counts
+
+
 def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
@@ -196,15 +210,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    # waits for words: for everything at once, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": scatter + owners * gather}.get(launch.name, 0)
-    # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
-    counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
-    counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
-    counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
-    # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
-    counts["volatile load"] += {"messages_head_kernel": 5, "messages_came_kernel": 5, "messages_end_kernel": 6}.get(launch.name, 0)
-    counts["asm fence.acq_rel.sys"] += launch.name in ("messages_came_kernel", "messages_end_kernel")
+    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather)
     if launch.name == "sum_over_nodes_kernel":
         launch = replace(launch, payload=())
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
