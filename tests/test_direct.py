@@ -392,6 +392,61 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
     assert calls == [(thread.ident, 77) for thread in threads]
 
 
+class Streams:
+    """torch's streams and events, and NVSHMEM, which write down what is asked of them."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        said = self.done.append
+
+        class Stream:
+            def __init__(self, device=None, priority=0, number=5):
+                self.cuda_stream = number
+
+            def wait_event(self, event):
+                said((self.cuda_stream, "waits for", *event.of))
+
+        class Event:
+            def record(self, stream):
+                self.of = "what", stream.cuda_stream, "holds"
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(number=7))
+        queued = (lambda *put: said(("put", *put)), lambda *signal: said(("signal", *signal)), "ADD", "SET")
+        monkeypatch.setattr(cuda.nvshmem, "_signals", lambda: queued)
+        monkeypatch.setattr(cuda.nvshmem, "quiet", lambda stream: said(("quiet", stream)))
+
+
+def test_puts_between_what_the_current_stream_does(monkeypatch):
+    streams, used = Streams(monkeypatch), []
+    current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731
+    executor = SimpleNamespace(device=torch.device("cuda", 0), one_host=True, current=current)
+    puts = cuda.CudaPuts(executor)
+    puts.put(100, 200, 64, 300, 3)
+    puts.join()
+    puts.add(400, 3)
+    puts.quiet()
+    assert streams.done == [
+        (5, "waits for", "what", 7, "holds"),
+        ("put", 100, 200, 64, 300, 1, "ADD", 3, 5),
+        (7, "waits for", "what", 5, "holds"),
+        ("signal", 400, 1, "ADD", 3, 7),
+    ]
+    assert len(used) == 2, "NVSHMEM was called with whatever device was current"
+    executor.one_host = False
+    puts.quiet()
+    assert streams.done[4:] == [("quiet", 5), ("quiet", 7)]
+
+
+def test_ranks_of_other_nodes_are_told(monkeypatch):
+    streams = Streams(monkeypatch)
+    executor = object.__new__(cuda.CudaExecutor)
+    executor._far_posts, executor.current = 11, contextlib.nullcontext
+    executor.post_to([2, 3], 500, 9)
+    assert streams.done == [("signal", 500, 9, "SET", 2, 11), ("signal", 500, 9, "SET", 3, 11)]
+
+
 class Calls:
     """libcuda, whose calls write down their names and end with an error where ``failing`` says so."""
 
