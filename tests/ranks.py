@@ -237,8 +237,9 @@ class _Processes:
                 self.processes[rank].join(max(0.0, deadline - time.monotonic()))
         for process in self.processes:
             if process.is_alive() and process.pid is not None:
-                # SIGKILL, not terminate: a rank may be stopped, or waiting in C for one that is gone.
-                os.kill(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended just now
+                    # SIGKILL, not terminate: a rank may be stopped, or waiting in C for one that is gone.
+                    os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.join(10)
         shutil.rmtree(self.directory, ignore_errors=True)

@@ -165,6 +165,15 @@ def test_when_torch_may_multiply():
     assert [made for made in choice.candidates(few) if made.transport == "sequential"] == [choice.usual(few, "sequential")]
 
 
+def test_one_rank_multiplies_by_torch():
+    for op in ("gemm_rs", "ag_gemm"):
+        for m, n, k in ((8192, 8192, 8192), (512, 57344, 8192), (16, 64, 32), (8192, 57344, 8192)):
+            alone = on_h200(op, m, n, k, ranks=1)
+            assert choice.choose(alone, "auto", {}).transport == "decomposed"
+            for other in (replace(alone, dtype=torch.float32), replace(alone, capability=tiling.CPU)):
+                assert choice.choose(other, "auto", {}).transport in ("copy_engine", "in_kernel")
+
+
 def test_every_transport_has_a_model():
     assert set(cost.MODELS) == {(op, name) for op, names in choice.TRANSPORTS.items() for name in names}
 

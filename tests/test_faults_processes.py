@@ -242,6 +242,7 @@ def lives(group):
         for ctx in left:
             call(ctx, life)
         if life == 2:
+            dist.barrier()  # who is late would learn it from check(), above
             said, _ = told(partial(call, left[0], 5, m=40 + dist.get_rank()), ValueError)
             assert said.count("M=4") == 2, said
         fluxlike.finalize()

@@ -247,6 +247,8 @@ def choose(problem: Problem, schedule: str, table: Mapping[Shape, Choice]) -> Ch
     if known is not None and schedule in ("auto", known.transport) and why_not(problem, known) is None:
         return known
     options = usuals(problem) if schedule == "auto" else [usual(problem, schedule)]
+    if problem.ranks == 1:  # nothing to hide: a product of torch's, where torch may multiply
+        options = [option for option in options if option.transport == DECOMPOSED] or options
     return min(options, key=lambda choice: predict(problem, choice))
 
 
