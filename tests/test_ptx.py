@@ -70,9 +70,10 @@ def test_gpus_with_less_shared_memory(case: Case, capability: int) -> None:
 def test_words_move_in_vectors(algo: str) -> None:
     built = compiled.built(Case("all_reduce", algo), 90)
     peers = built.launch.constants["R"] - 1
-    assert built.ptx.count("st.global.v2.b64") == (peers if algo == "one_shot" else 2 * peers)
-    # both looks of each wait, at two words of each rank, or of one
-    assert built.ptx.count("ld.volatile.global.v2.b64") == 2 * (1 + peers) + (0 if algo == "one_shot" else 2 * peers)
+    taken = 1 + peers + (0 if algo == "one_shot" else peers)  # four words of each rank, or of one, by each wait
+    sent = peers if algo == "one_shot" else 2 * peers
+    assert built.ptx.count("st.global.v4.b32") == sent + taken + (1 if algo == "one_shot" else 1 + peers)  # and emptied; the result
+    assert built.ptx.count("ld.volatile.global.v4.b32") == 2 * taken
 
 
 def test_the_cases_reach_every_kernel_by_every_way() -> None:

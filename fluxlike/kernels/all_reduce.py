@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .elements import advance, load_payload, place, reduce_words, row_of, store_payload
 from .sync import WAIT_PARTIAL
-from .words import put, receive, with_number
+from .words import put, receive, sendable
 
 
 @triton.jit(do_not_specialize=["tensors", "n", "blocks", "capacity", "offset", "rank"])
@@ -33,14 +33,14 @@ def all_reduce_one_shot_kernel(
     row = capacity.to(tl.int64) * B
     for block in range(program, blocks, programs):
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
-        mine = with_number(load_payload(source, left, WIDTH, B), epoch)
+        mine = sendable(load_payload(source, left, WIDTH, B))
         for step in tl.static_range(1, R):
             put(row_of(ctl, (rank + step) % R, offset, epoch, rank, row, 2 * R) + block * B, mine, B)
     here = row_of(ctl, rank, offset, epoch, 0, row, 2 * R)
     for block in range(program, blocks, programs):
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
-        mine = with_number(load_payload(source, left, WIDTH, B), epoch)
-        got = receive(here + block * B, row, mine, epoch, ctl, rank, WAIT_PARTIAL, R, S, B)
+        mine = sendable(load_payload(source, left, WIDTH, B))
+        got = receive(here + block * B, row, mine, ctl, rank, WAIT_PARTIAL, R, S, B)
         result, left = place(y, table, tensors, blocks, 1, n, block, B * WIDTH, MANY, VEC)
         store_payload(result, left, reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH), WIDTH, B)
     advance(epochs, ctl, epoch, MOST)

@@ -58,13 +58,9 @@ def load_payload(x, left, WIDTH: tl.constexpr, B: tl.constexpr):
     values = tl.load(x + at, mask=at < left, other=0)
     if WIDTH == 1:
         words = values.to(tl.int32, bitcast=True)
-    elif WIDTH == 2:
+    else:
         low, high = tl.split(tl.reshape(values.to(tl.int16, bitcast=True), (B, 2)))
         words = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
-    else:
-        even, odd = tl.split(tl.reshape(values.to(tl.int32), (B, 2, 2)))
-        low, high = tl.split((even & 0xFF) | ((odd & 0xFF) << 8))
-        words = low | (high << 16)
     return words
 
 
@@ -75,12 +71,9 @@ def store_payload(y, left, words, WIDTH: tl.constexpr, B: tl.constexpr):
     element = y.dtype.element_ty
     if WIDTH == 1:
         values = words.to(element, bitcast=True)
-    elif WIDTH == 2:
+    else:
         halves = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16))
         values = tl.reshape(halves, (2 * B,)).to(element, bitcast=True)
-    else:
-        halves = tl.join(words, words >> 16)
-        values = tl.reshape(tl.join(halves, halves >> 8), (4 * B,)).to(element)
     tl.store(y + at, values, mask=at < left)
 
 
@@ -120,10 +113,9 @@ def combine(a, b, OP: tl.constexpr):
 def reduce_words(words, element: tl.constexpr, OP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr):
     """The words [B] of the result out of those [B, S] of the ranks, in the order of the ranks."""
     column = tl.arange(0, S)[None, :]
-    payload = words.to(tl.int32)
-    low, high = unpack(tl.sum(tl.where(column == 0, payload, 0), axis=1), element, WIDTH)
+    low, high = unpack(tl.sum(tl.where(column == 0, words, 0), axis=1), element, WIDTH)
     for source in tl.static_range(1, R):
-        more_low, more_high = unpack(tl.sum(tl.where(column == source, payload, 0), axis=1), element, WIDTH)
+        more_low, more_high = unpack(tl.sum(tl.where(column == source, words, 0), axis=1), element, WIDTH)
         low = combine(low, more_low, OP)
         high = combine(high, more_high, OP)
     if OP == AVG:
@@ -138,7 +130,7 @@ def row_of(ctl, peer, offset, epoch, number, row, ROWS: tl.constexpr):
 
     ROWS: of a set.
     """
-    words = (tl.load(ctl + BASES + peer) + offset).to(tl.pointer_type(tl.int64))
+    words = (tl.load(ctl + BASES + peer) + offset).to(tl.pointer_type(tl.int32))
     return words + ((epoch & 1) * ROWS + number) * row
 
 

@@ -8,9 +8,9 @@ GATHER   Each owner pushes its part, as it is or as SCATTER has made it, to all 
 
 reduce_scatter is SCATTER, all_gather GATHER, all_reduce is both; reduce is SCATTER and broadcast GATHER, ROOTED.
 
-words    Blocks are of B `words`: 32 bits of payload with the call's number above them. One trip, twice the bytes.
-bulk     Blocks are of B elements, and have a flag: the number of the last call for which the block has come. Half the bytes, but
-         each trip is the data's and then the signal's.
+words    Blocks are of B `words` of 32 bits, which are their own flags. Each trip is the data's alone. Floats only.
+bulk     Blocks are of B elements, and have a flag: the number of the last call for which the block has come. Each trip is the
+         data's and then the signal's, but waiting is for one word a block, and of any dtype.
 
 Blocks go over as wholes; behind the end of a part they hold zeros. A program takes blocks program, program + P, … of each part,
 where P programs are launched.
@@ -25,19 +25,19 @@ many small tensors take one launch, and are not copied together.
 
 Protocol and proofs
 
-* A reader knows a word by its number, so nothing else is signalled, and nothing is reset. In bulk ``publish_set…`` (release) of a
-  block's flags, behind its stores, pairs with ``wait`` or ``pull`` (acquire) of it, in front of its loads: (A) parts, (B) results.
+* Memory for words is empty when a call begins to write there: the context has made it so, and every word that comes is read and
+  then emptied by the call that it is for. So a reader needs nothing but the word. In bulk ``publish_set…`` (release) of a block's
+  flags, behind its stores, pairs with ``wait`` or ``pull`` (acquire) of it, in front of its loads: (A) parts, (B) results.
 * Numbers come from ``epochs``, one for each program that a launch may have, which are all equal between launches: a program reads
   its own, and at its end advances its own and those that are P, 2P, … further on. So no program reads what another of the same
   launch writes, and no atomic is needed.
-* A word, or a block, may be overwritten when its reader is done. In each call every rank takes at least one block from every
-  other, as each part has one, if only of zeros. So when rank r is through call n, each peer has begun call n, and has ended call
-  n-1, as its launches follow each other. Call n+1 writes where call n-1 did: free.
+* A word, or a block, may be overwritten when its reader is done, and has emptied it. In each call every rank takes at least one
+  block from every other, as each part has one, if only of zeros. So when rank r is through call n, each peer has begun call n, and
+  has ended call n-1, as its launches follow each other. Call n+1 writes where call n-1 did: free.
 * ROOTED, a rank does not hear of all others in each call, so there are credits: (C) in front of its pushes a rank waits until
   their readers have ended the call that used this set before, as ``finish`` of the last program there says. Numbers are the
   control block's, and the last program advances them.
-* A word is a word in every layout, so whatever an earlier call left in it has an earlier number. Numbers return after 2³² calls; a
-  word would have to lie untouched for exactly so long.
+* The layout of blocks may change from call to call, as what a call has used is empty at its end, and the rest was.
 * Programs wait for programs of the same index on other ranks only, which push before they wait: first all parts, then the reduced
   one. So no launch needs to have all its programs running at once. (C) waits for earlier launches.
 * x and y may be the same: a program writes only blocks that it has sent before.
@@ -63,7 +63,7 @@ from .sync import (
     pull,
     wait,
 )
-from .words import put, receive, receive_from, with_number
+from .words import put, receive, receive_from, sendable
 
 
 @triton.jit
@@ -156,7 +156,7 @@ def exchange_words_kernel(
                 source, left = place_in_part(
                     x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
                 )  # fmt: skip
-                put(there + block * B, with_number(load_payload(source, left, WIDTH, B), epoch), B)
+                put(there + block * B, sendable(load_payload(source, left, WIDTH, B)), B)
     here = row_of(ctl, rank, offset, epoch, 0, row, rows)
     for block in range(program, own, programs):
         source, left = place_in_part(
@@ -164,12 +164,13 @@ def exchange_words_kernel(
         )  # fmt: skip
         mine = load_payload(source, left, WIDTH, B)
         if SCATTER:
-            got = receive(here + block * B, row, with_number(mine, epoch), epoch, ctl, rank, WAIT_PARTIAL, R, S, B)
+            got = receive(here + block * B, row, mine, ctl, rank, WAIT_PARTIAL, R, S, B)
             mine = reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH)
         if GATHER:
             number = results + (0 if ROOTED else rank)
+            mine = sendable(mine)  # here, too: the same bits on all ranks
             for step in tl.static_range(1, R):
-                put(row_of(ctl, (rank + step) % R, offset, epoch, number, row, rows) + block * B, with_number(mine, epoch), B)
+                put(row_of(ctl, (rank + step) % R, offset, epoch, number, row, rows) + block * B, mine, B)
         result, left = place_in_part(
             y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B * WIDTH, MANY, VEC
         )  # fmt: skip
@@ -179,11 +180,11 @@ def exchange_words_kernel(
             owner = owner_at(step, rank, root, R, ROOTED)
             from_owner = here + (results + (0 if ROOTED else owner)) * row
             for block in range(program, others, programs):
-                got = receive_from(from_owner + block * B, owner, epoch, ctl, rank, WAIT_RESULT, R, B)
+                got = receive_from(from_owner + block * B, owner, ctl, rank, WAIT_RESULT, R, B)
                 result, left = place_in_part(
                     y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
                 )  # fmt: skip
-                store_payload(result, left, got.to(tl.int32), WIDTH, B)
+                store_payload(result, left, got, WIDTH, B)
     end(epochs, ctl, rank, epoch, R, ROOTED, MOST)
 
 

@@ -1,8 +1,11 @@
-"""Words that carry their own flag: 32 bits of payload and, above them, the number of the call that wrote them.
+"""Words that are their own flag: 32 bits of payload, and memory that is `EMPTY` until a word comes.
 
-A word of 64 bits is written and read whole, so who sees the number sees the payload: no release, no acquire, no signal beside the
-data, and one trip over the wire instead of two. It doubles the bytes, so it is for small messages. (NCCL's protocol LL is this.)
-Stores go out as vectors of two words; what makes it right is that each aligned word by itself is never torn.
+An aligned word of 32 bits is written and read whole, so who sees that it is not `EMPTY` has it: no release, no acquire, no signal
+beside the data, one trip over the wire, and no byte but the payload's. Who has read a word empties it for a later call, which must
+not write it before that; `exchange` says why none does. Compared bit by bit, never as floats.
+
+`EMPTY` is all bits set: two elements of 16 bits that are NaN, or one of 32. A payload of just these bits is sent as other NaNs
+(`sendable`), so words are for floats only. (TensorRT-LLM's Lamport all-reduce has -0 in this place, and three sets of memory.)
 
 Under the interpreter words are exchanged by relaxed atomics, block by block, so that the race checker knows that they may meet.
 """
@@ -13,19 +16,15 @@ import triton.language as tl
 from .lang import globaltimer, is_interp, spin
 from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
 
-PAYLOAD = tl.constexpr(0xFFFFFFFF)
+EMPTY = tl.constexpr(-1)
+#: NaN, in one element or in both.
+NAN = tl.constexpr(0x7FFF7FFF)
 
 
 @triton.jit
-def number_of(epoch):
-    """What stands above the payload in words of call ``epoch``: its low 32 bits, with their sign."""
-    return (epoch << 32) >> 32
-
-
-@triton.jit
-def with_number(payload, epoch):
-    """Words of call ``epoch`` out of int32 payload."""
-    return (payload.to(tl.int64) & PAYLOAD) | (epoch << 32)
+def sendable(payload):
+    """Words that none takes for no word, out of int32 payload."""
+    return tl.where(payload == EMPTY, NAN, payload)
 
 
 @triton.jit
@@ -49,15 +48,19 @@ def look(pointers, mask, own):
 
 
 @triton.jit
-def missing(words, epoch, source):
-    """1 + a rank of ``source``, which is a block like ``words``, whose words are not all of call ``epoch``; 0 if all are."""
-    return tl.max(tl.where((words >> 32) == number_of(epoch), 0, source + 1).to(tl.int32))
+def empty(pointers, mask, words):
+    """Make room where ``words`` have been read. All threads have, as each wait ends with a maximum over all of them."""
+    none = tl.zeros_like(words) + EMPTY
+    if is_interp():
+        tl.atomic_xchg(pointers, none, mask=mask, sem="relaxed", scope="sys")
+    else:
+        tl.store(pointers, none, mask=mask)
 
 
 @triton.jit
-def oldest(words):
-    """The smallest number of these words."""
-    return tl.min(words >> 32)
+def missing(words, mask, source):
+    """1 + a rank of ``source``, which is a block like ``words``, whose words are not all there; 0 if all are."""
+    return tl.max(tl.where((words == EMPTY) & mask, source + 1, 0).to(tl.int32))
 
 
 @triton.jit
@@ -69,31 +72,32 @@ def has_failed(since, ctl, rank):
 
 
 @triton.jit
-def await_words(pointers, mask, own, source, epoch, ctl, rank, what: tl.constexpr, R: tl.constexpr):
-    """The words of call ``epoch`` at ``pointers``, once all are there, and ``own`` where masked. Bounded as `sync.wait` is."""
+def take_words(pointers, mask, own, source, ctl, rank, what: tl.constexpr, R: tl.constexpr):
+    """The words at ``pointers``, once all are there, and ``own`` where masked; they are emptied. Bounded as `sync.wait` is."""
     words = look(pointers, mask, own)
-    lacking = missing(words, epoch, source)
+    lacking = missing(words, mask, source)
     if is_interp():
         turns = 0
         while lacking > 0:
-            spin(ctl + EPOCH, epoch, oldest(words), what, lacking - 1, ctl, turns)
+            spin(ctl + EPOCH, 1, 0, what, lacking - 1, ctl, turns)
             turns += 1
             words = look(pointers, mask, own)
-            lacking = missing(words, epoch, source)
+            lacking = missing(words, mask, source)
     else:
         since = globaltimer()
         while lacking > 0:
             late = has_failed(since, ctl, rank)
             if late:
-                _give_up(ctl, rank, what, lacking - 1, epoch, oldest(words), R)
+                _give_up(ctl, rank, what, lacking - 1, 1, 0, R)
             words = look(pointers, mask, own)
-            lacking = tl.where(late, 0, missing(words, epoch, source))
+            lacking = tl.where(late, 0, missing(words, mask, source))
+    empty(pointers, mask, words)
     return words
 
 
 @triton.jit
-def receive(row, pitch, own, epoch, ctl, rank, what: tl.constexpr, R: tl.constexpr, S: tl.constexpr, B: tl.constexpr):
-    """The words [B, S] of call ``epoch`` of all ranks: that of rank s at ``row`` + s · ``pitch``, this rank's are ``own`` [B].
+def receive(row, pitch, own, ctl, rank, what: tl.constexpr, R: tl.constexpr, S: tl.constexpr, B: tl.constexpr):
+    """The words [B, S] of all ranks: that of rank s at ``row`` + s · ``pitch``, this rank's are ``own`` [B].
 
     S: R rounded up to a power of two; columns from R on are ``own``, too.
     """
@@ -101,12 +105,12 @@ def receive(row, pitch, own, epoch, ctl, rank, what: tl.constexpr, R: tl.constex
     mask = (tl.arange(0, B)[:, None] >= 0) & (source != rank) & (source < R)
     own = tl.broadcast_to(own[:, None], (B, S))
     pointers = tl.multiple_of(row + source * pitch + tl.arange(0, B)[:, None], [16, 1])
-    return await_words(pointers, mask, own, tl.broadcast_to(source, (B, S)), epoch, ctl, rank, what, R)
+    return take_words(pointers, mask, own, tl.broadcast_to(source, (B, S)), ctl, rank, what, R)
 
 
 @triton.jit
-def receive_from(row, source, epoch, ctl, rank, what: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
-    """The words [B] of call ``epoch`` of rank ``source``, at ``row``."""
+def receive_from(row, source, ctl, rank, what: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+    """The words [B] of rank ``source``, at ``row``."""
     pointers = tl.multiple_of(row + tl.arange(0, B), 16)
-    none = tl.zeros((B,), tl.int64)
-    return await_words(pointers, none == 0, none, tl.zeros((B,), tl.int32) + source, epoch, ctl, rank, what, R)
+    none = tl.zeros((B,), tl.int32)
+    return take_words(pointers, none == 0, none, tl.zeros((B,), tl.int32) + source, ctl, rank, what, R)

@@ -17,7 +17,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, trees, validate
 from .context import DTYPES
-from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORDS, ExchangeContext, Kind, Parts
+from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, resolve
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -212,11 +212,11 @@ def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int,
 
 
 def choose(nbytes: int, ranks: int) -> str:
-    """The algorithm that is expected to be fastest for ``nbytes`` of payload; words take twice as many."""
+    """The algorithm that is expected to be fastest for ``nbytes``."""
     part = nbytes * (ranks - 1) / ranks
     seconds = {
-        "one_shot": TRIP + 2 * part * ranks / RATE,
-        "two_shot": 2 * TRIP + 2 * 2 * part / RATE,
+        "one_shot": TRIP + part * ranks / WORD_RATE,
+        "two_shot": 2 * TRIP + 2 * part / WORD_RATE,
         "bulk": 2 * (TRIP + SIGNAL) + 2 * part / RATE,
     }
     return min(seconds, key=lambda algo: seconds[algo])

@@ -2,8 +2,9 @@
 
 Read with `kernels/exchange.py`, which holds the protocol. What they have in common:
 
-group: the ranks; those given to init if None. ``algo``: "words" (32 bits of payload with the call's number above them: one trip,
-twice the bytes), "bulk" (signals beside the data, for large tensors), or "auto", the one that is expected to be faster.
+group: the ranks; those given to init if None. ``algo``: "words" (whose bits say that they have come, so nothing else is signalled;
+for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for large tensors, and
+for any dtype), or "auto", the one that is expected to be faster.
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
@@ -130,6 +131,8 @@ def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> No
     if algo not in ("auto", *ALGORITHMS):
         raise ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS)))}")
     validate.readable(name, "x", x, None, world.current().device)
+    if algo == "words" and x.dtype not in DTYPES:
+        raise ValueError(f"{name}: algo='words' is for bfloat16, float16 and float32, and x has dtype {x.dtype}; use algo='bulk'")
     if op is not None and x.dtype not in DTYPES:
         raise ValueError(f"{name}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
     if x.is_conj():
@@ -154,6 +157,7 @@ def _run(
     """``n`` elements in all, cut into as many launches as needed. ``chunk``: from the part of a rank to that of the next."""
     said: dict[str, Any] = dict(elements=n, dtype=str(x.dtype).removeprefix("torch."))
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
+    floats = x.dtype in DTYPES
     x, y, nbytes = x.view(-1), y.view(-1), x.element_size()
     if kind.gather:
         x, y = raw(x, y, chunk)
@@ -161,7 +165,7 @@ def _run(
     n, chunk = n * nbytes // itemsize, chunk * nbytes // itemsize
     width = n if kind.rooted else chunk
     if algo == "auto":
-        algo = exchange.choose(width * itemsize, control.size)
+        algo = exchange.choose(width * itemsize, control.size) if floats else "bulk"
     with control.lock:
         if n == 0:
             exchange.context(kind, control, "bulk", 1).record(**said)

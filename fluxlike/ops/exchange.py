@@ -8,19 +8,20 @@ import torch
 
 from ..kernels import elements, exchange
 from ..kernels.tiles import cdiv
+from ..kernels.words import EMPTY
 from ..runtime.control import ControlGroup
 from .group import GroupContext, Prepared, kept
 
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
-#: Words of a block, where two a thread are a vector, and bytes of one that is signalled.
-WORDS, BULK = 256, 8 << 10
+#: Words of a block, where four a thread are a vector, and bytes of one that is signalled.
+WORDS, BULK = 512, 8 << 10
 #: Programs of a launch at most, and on each multiprocessor: a second one works while the first waits for its stores to arrive.
 MOST, OVER = 256, 2
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
 PIECE = 32 << 20
 #: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes,
-#: flags included. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
-START, TRIP, SIGNAL, RATE = 1.6e-6, 2.2e-6, 1.65e-6, 350e9
+#: in bulk and in words. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
+START, TRIP, SIGNAL, RATE, WORD_RATE = 1.6e-6, 2.2e-6, 1.65e-6, 350e9, 260e9
 
 
 class Kind(NamedTuple):
@@ -94,9 +95,9 @@ class ExchangeContext(EpochContext):
     def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
         """Collective."""
         self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
-        regions = {"slots": 2 * rows * words * WORDS * 8, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
+        regions = {"slots": 2 * rows * words * WORDS * 4, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
         super().__init__(kind.name, control, regions)
-        self.slots = self.region("slots", torch.int64)
+        self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
         self.made(kind.name, self.watched)
 
     def prepared(
@@ -134,19 +135,19 @@ def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> Exchan
 
 
 def choose(nbytes: int, ranks: int) -> str:
-    """"words" or "bulk", what is expected to be faster for parts of ``nbytes``; words take twice as many, and bulk a signal."""
+    """"words" or "bulk", what is expected to be faster for parts of ``nbytes``: words take longer each, and bulk a signal."""
     return "words" if nbytes <= few(ranks) else "bulk"
 
 
 def few(ranks: int) -> int:
-    """Bytes of a part up to which words are faster: a second time as many take as long as the signal."""
-    return int(SIGNAL * RATE / max(ranks - 1, 1))
+    """Bytes of a part up to which words are faster: what they take longer is no more than the signal."""
+    return int(SIGNAL / (1 / WORD_RATE - 1 / RATE) / max(ranks - 1, 1))
 
 
 def seconds(nbytes: int, ranks: int) -> float:
     """What one trip of parts of ``nbytes`` is expected to take, with its launch."""
-    wire = nbytes * (ranks - 1) / RATE
-    return START + TRIP + (2 * wire if choose(nbytes, ranks) == "words" else SIGNAL + wire)
+    wire = nbytes * (ranks - 1)
+    return START + TRIP + (wire / WORD_RATE if choose(nbytes, ranks) == "words" else SIGNAL + wire / RATE)
 
 
 def pieces(n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
