@@ -11,7 +11,7 @@ remove     the statement, or the instruction of the assembly; a condition become
 sem=…      every weaker memory order: acq_rel → acquire, release, relaxed; acquire or release → relaxed
 scope=…    the next narrower scope: sys → gpu → cta; in assembly as well
 ±1         what is added, set or waited for is off by one
-early      a signal in front of the stores that it announces
+early      a signal in front of the stores that it announces; memory emptied before all words have come
 late       a wait behind the statement that relies on it
 swap       two jobs of the copy engine in the other order
 lifo       the copy engine takes its youngest job first
@@ -419,6 +419,10 @@ class _KernelMutations(_Mutations):
                 part = block[at : after[-1] + 1]
                 order = [len(part) - 1, *range(len(part) - 1)]
                 self.put(function, what, "early", node, *self.source.permute(part, order))
+        if what == "empty":  # words are forgotten that have come since they were looked at
+            waits = [i for i, earlier in enumerate(block[:at]) if isinstance(earlier, ast.If)]
+            part = block[waits[-1] : at + 1]
+            self.put(function, what, "early", node, *self.source.permute(part, [len(part) - 1, *range(len(part) - 1)]))
         # a signal that comes later does no harm
         if _statement_does(statement, "acquires") and not _statement_does(statement, "releases") and at + 1 < len(block):
             loops = [i for i in range(at + 1, len(block)) if isinstance(block[i], ast.For)]

@@ -187,8 +187,8 @@ def test_no_race():
 @pytest.mark.parametrize(
     ("ranks", "nbytes", "algo"),
     [
-        (2, 1 << 18, "one_shot"), (4, 1 << 14, "one_shot"), (8, 1 << 14, "one_shot"),
-        (4, 1 << 18, "two_shot"), (8, 1 << 17, "two_shot"), (4, 1 << 22, "bulk"), (8, 1 << 22, "bulk"),
+        (2, 1 << 18, "one_shot"), (4, 1 << 18, "one_shot"), (8, 1 << 14, "one_shot"),
+        (4, 1 << 19, "two_shot"), (8, 1 << 18, "two_shot"), (4, 1 << 25, "bulk"), (8, 1 << 25, "bulk"), (2, 1 << 25, "bulk"),
     ],
 )  # fmt: skip
 def test_choice(ranks, nbytes, algo):

@@ -24,6 +24,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 KIND = Kind("all_reduce", scatter=True, gather=True)
 ALGORITHMS = ("one_shot", "two_shot", "bulk")
+#: Bytes beyond which auto spares the memory of one_shot, which two ranks would always take: a row of all bytes for each rank.
+ONE_SHOT = 16 << 20
 
 
 def all_reduce(
@@ -188,7 +190,8 @@ def _plan(
     sizes = (len(pairs), x.numel(), row, ctx.words, ctx.offsets["slots"], ctx.rank)
     args = (x, y, ctx.ctl if table is None else table, ctx.epochs, ctx.ctl, *sizes)
     varying = (0, 1) if table is None else (0, 1, 2)
-    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, ctx.programs(row), args, constants, OF_WORDS, varying), layout)
+    programs = ctx.programs(row, OF_WORDS.over)
+    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, varying), layout)
 
 
 def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
@@ -214,9 +217,10 @@ def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int,
 def choose(nbytes: int, ranks: int) -> str:
     """The algorithm that is expected to be fastest for ``nbytes``."""
     part = nbytes * (ranks - 1) / ranks
+    some = ALGORITHMS if nbytes <= ONE_SHOT else ALGORITHMS[1:]
     seconds = {
         "one_shot": TRIP + part * ranks / WORD_RATE,
         "two_shot": 2 * TRIP + 2 * part / WORD_RATE,
         "bulk": 2 * (TRIP + SIGNAL) + 2 * part / RATE,
     }
-    return min(seconds, key=lambda algo: seconds[algo])
+    return min(some, key=lambda algo: seconds[algo])

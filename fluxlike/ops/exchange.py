@@ -15,13 +15,13 @@ from .group import GroupContext, Prepared, kept
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
 #: Words of a block, where four a thread are a vector, and bytes of one that is signalled.
 WORDS, BULK = 512, 8 << 10
-#: Programs of a launch at most, and on each multiprocessor: a second one works while the first waits for its stores to arrive.
-MOST, OVER = 256, 2
+#: Programs of a launch at most, and on each multiprocessor, in bulk and with words: others work while one waits.
+MOST, OVER, OVER_WORDS = 512, 2, 4
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
 PIECE = 32 << 20
 #: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes,
-#: in bulk and in words. Fitted to all_reduce on four H200s (docs/measured/2026-11-21-all_reduce-R4.md).
-START, TRIP, SIGNAL, RATE, WORD_RATE = 1.6e-6, 2.2e-6, 1.65e-6, 350e9, 260e9
+#: in bulk and in words. Fitted to all_reduce on four H200s (docs/measured/2026-11-22-all_reduce-R4.md).
+START, TRIP, SIGNAL, RATE, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 350e9, 330e9
 
 
 class Kind(NamedTuple):
@@ -51,9 +51,11 @@ class Compiled(NamedTuple):
 
     warps: int
     stages: int = 1
+    #: Programs on a multiprocessor.
+    over: int = OVER
 
 
-OF_WORDS, OF_BULK = Compiled(warps=4), Compiled(warps=8)
+OF_WORDS, OF_BULK = Compiled(warps=4, over=OVER_WORDS), Compiled(warps=8)
 
 
 class EpochContext(GroupContext):
@@ -72,9 +74,9 @@ class EpochContext(GroupContext):
         #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
         self._captured: list[torch.Tensor] = []
 
-    def programs(self, tiles: int) -> int:
+    def programs(self, tiles: int, over: int = OVER) -> int:
         """Programs of a launch over so many blocks."""
-        return max(1, min(MOST, OVER * self.world.executor.programs, tiles))
+        return max(1, min(MOST, over * self.world.executor.programs, tiles))
 
     def table(self, words: list[int]) -> torch.Tensor:
         """Words for a kernel, on the device once it runs."""
@@ -120,7 +122,8 @@ class ExchangeContext(EpochContext):
             args += (self.epochs, self.ctl, *sizes, self.words, self.offsets["slots"], self.rank)
             constants |= dict(B=WORDS, WIDTH=4 // x.element_size())
         compiled = OF_BULK if algo == "bulk" else OF_WORDS
-        return self.prepare(kernel, self.programs(parts.blocks), args, constants, compiled, (0, 1) if table is None else (0, 1, 2))
+        programs = self.programs(parts.blocks, compiled.over)
+        return self.prepare(kernel, programs, args, constants, compiled, (0, 1) if table is None else (0, 1, 2))
 
 
 def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> ExchangeContext:
