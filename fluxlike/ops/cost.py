@@ -1,8 +1,9 @@
 """What a call is expected to take: a model in seconds from a few constants, good enough to rank the schedules.
 
 The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
-docs/measured/2026-11-21-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
-most within a tenth; the schedule that it picks within 2 % of the better one). For other GPUs nothing has been measured.
+docs/measured/2026-11-22-*-headline-R4*.json and 2026-11-21-*-headline-R2*.json, and tests/test_choice.py holds the model to them
+(every schedule within a third of its median, most within a tenth; the schedule that it picks within 5 % of the best one, most
+within 2 %). For other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end.
 * gemm_rs, copy_engine: copies begin when their part is computed, one after the other. The own chunk is last; a tile of it
@@ -61,7 +62,7 @@ LOW = 0.75
 #: Seconds of any call; of one with a side stream's fork, join and signals; of a copy; of the flags of an in-kernel
 #: gather. Fitted.
 CALL = 4e-6
-COPIES = 50e-6
+COPIES = 36e-6
 COPY = 5e-6
 GATHER = 33e-6
 #: Of the product, for each time that chunks are halved: 8192×8192×28672 1488, 1532, 1561 µs, measured.
@@ -69,8 +70,10 @@ CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
 DRIFT = 5.0
 BESIDE = 0.12
-#: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted to two GPUs.
-SUMMED, GATHERED = 25e-6, 12e-6
+#: Of torch's product, for each other rank: where they meet in every call, the slowest is late by so much. Fitted.
+UNEQUAL = 0.025
+#: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted.
+SUMMED, GATHERED = 34e-6, 30e-6
 #: Seconds that the host takes for such a call, and for each rank's part of it: what slow hosts took at least, two ranks.
 HOST, HOST_PART = 110e-6, 45e-6
 #: K of a context that does not know it.
@@ -167,9 +170,14 @@ def torch_seconds(problem: "Problem", rows: int) -> float:
     return TORCH + max(seconds, problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE)
 
 
+def slowest_seconds(problem: "Problem", rows: int) -> float:
+    """Of torch's product where all ranks make it and meet in every call."""
+    return torch_seconds(problem, rows) * (1 + UNEQUAL * (problem.ranks - 1))
+
+
 def sequential(problem: "Problem", choice: "Choice") -> float:
     part = exchange.seconds(problem.exchanged // problem.ranks, problem.ranks) if problem.ranks > 1 else 0.0
-    return torch_seconds(problem, problem.ranks * problem.rows) + part
+    return slowest_seconds(problem, problem.ranks * problem.rows) + part
 
 
 def _chunk_copy(problem: "Problem") -> float:
@@ -178,7 +186,7 @@ def _chunk_copy(problem: "Problem") -> float:
 
 
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
-    ranks, product, sent = problem.ranks, torch_seconds(problem, problem.rows), 0.0
+    ranks, product, sent = problem.ranks, slowest_seconds(problem, problem.rows), 0.0
     for part in range(1, ranks):
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
@@ -192,13 +200,13 @@ def gathered_beside(problem: "Problem") -> bool:
 
 
 def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
-    ranks, rows, end = problem.ranks, problem.rows, torch_seconds(problem, problem.rows)
+    ranks, rows, end = problem.ranks, problem.rows, slowest_seconds(problem, problem.rows)
     if gathered_beside(problem):  # in the middle there is a piece on either side
         sides = [side for side in (ranks // 2, ranks - 1 - ranks // 2) if side]
-        end += sum(torch_seconds(problem, rows * side) for side in sides)
+        end += sum(slowest_seconds(problem, rows * side) for side in sides)
     else:
         for shard in range(1, ranks):
-            end = max(end, shard * _chunk_copy(problem)) + torch_seconds(problem, rows)
+            end = max(end, shard * _chunk_copy(problem)) + slowest_seconds(problem, rows)
     return max(CALL + GATHERED + end, HOST + ranks * HOST_PART)
 
 
