@@ -26,27 +26,36 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from mutate_reach import (
+    DECOMPOSED,
+    NUMBERS,
+    ORDERING,
+    Path_,
+    assembly_of,
+    assigned,
+    blocks,
+    condition,
+    device_functions,
+    is_atomic,
+    is_word_store,
+    kernels,
+    keyword,
+    name_of,
+    only_compiled,
+    orders,
+    reach,
+    statement_does,
+)
 from mutate_source import PACKAGE, Edit, Source
 
-TRANSPORTS = ("in_kernel", "copy_engine")
-STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
-DECOMPOSED = "decomposed"  # with kernels of its own
-ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
-SPARSE = "sparse"  # rows of sparse tensors, a kernel
-ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 WEAKER = {"acq_rel": ("acquire", "release", "relaxed"), "acquire": ("relaxed",), "release": ("relaxed",)}
 NARROWER = {"sys": "gpu", "gpu": "cta"}
-#: Instructions of inline assembly that order something, and a weaker form of each that has one.
-ORDERING = re.compile(r"\s*(bar\.|barrier\.|fence\.|membar\.|cp\.async\.bulk\.wait_group)")
+#: Of instructions that order something, a weaker form of each that has one.
 WEAKER_INSTRUCTIONS = {"wait_group 0": "wait_group.read 0", "fence.acq_rel.sys": "fence.acq_rel.gpu"}
 #: What the copy engine is told to do; the words of `runtime.cpu.CpuCopyEngine` and of the contexts.
 JOBS = ("wait", "write", "copy")
-
-Path_ = tuple[str, str]  # kernel, transport
 
 
 @dataclass(frozen=True)
@@ -78,197 +87,6 @@ class Mutant:
         """From the source to this, to be read."""
         was, now = (text.splitlines() for text in ((PACKAGE / self.file).read_text(), self.text()))
         return "\n".join(difflib.unified_diff(was, now, self.file, self.name, n=2, lineterm=""))
-
-
-def _name_of(call: ast.AST) -> str:
-    """``publish_set`` of publish_set(…), ``atomic_add`` of tl.atomic_add(…); "" of what is no call."""
-    target = call.func if isinstance(call, ast.Call) else None
-    return getattr(target, "id", None) or getattr(target, "attr", None) or ""
-
-
-def _is_atomic(node: ast.AST) -> bool:
-    return _name_of(node).startswith("atomic_") and any(k.arg == "sem" for k in node.keywords)  # type: ignore[attr-defined]
-
-
-def _is_word_store(node: ast.AST) -> bool:
-    """A store of a single word, as blocks are stored under a mask; in code for the GPU only of a constant: a flag."""
-    if _name_of(node) != "store" or ast.unparse(node.func) != "tl.store" or node.keywords:  # type: ignore[attr-defined]
-        return False
-    return isinstance(node.args[1], ast.Constant) or not reach().get(id(node), ((), True))[1]  # type: ignore[attr-defined]
-
-
-def _assembly(node: ast.AST) -> ast.Constant | None:
-    """The text of inline assembly that orders something."""
-    if _name_of(node) == "inline_asm_elementwise":
-        text = node.args[0]  # type: ignore[attr-defined]
-        if any(ORDERING.match(part) for part in text.value.split(";")):
-            return text
-    return None
-
-
-def _keyword(call: ast.Call, name: str) -> ast.Constant | None:
-    return next((k.value for k in call.keywords if k.arg == name), None)  # type: ignore[misc,return-value]
-
-
-#: Files whose kernels wait for nobody and signal nothing. Words that they store are data; tests/test_sparse_index.py compares all.
-DATA = ("sparse_index", "nodes")
-#: Files whose kernels, of one program each, run on GPUs only; tests/test_messages.py looks at what each of them waits for and says.
-OF_GPUS = ("messages",)
-
-
-@functools.cache
-def kernels() -> dict[str, Source]:
-    files = sorted((PACKAGE / "kernels").glob("*.py"))
-    return {path.stem: Source(f"kernels/{path.name}") for path in files if path.stem not in (*DATA, *OF_GPUS)}
-
-
-@functools.cache
-def device_functions() -> dict[str, tuple[Source, ast.FunctionDef]]:
-    """The functions under ``@triton.jit`` of all kernel files; their names are unique."""
-    found: dict[str, tuple[Source, ast.FunctionDef]] = {}
-    for source in kernels().values():
-        for name, function in source.functions.items():
-            if any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-                assert name not in found, f"two device functions are called {name}"
-                found[name] = source, function
-    return found
-
-
-@functools.cache
-def orders(name: str) -> bool:
-    """Whether a device function holds a site, itself or in what it calls."""
-    _, function = device_functions()[name]
-    return any(
-        _is_atomic(node)
-        or _is_word_store(node)
-        or _assembly(node) is not None
-        or (_name_of(node) in device_functions() and _name_of(node) != name and orders(_name_of(node)))
-        for node in ast.walk(function)
-    )
-
-
-# who reaches what
-
-
-def _condition(test: ast.expr, name: str) -> bool | None:
-    """Whether a test of a constant is that it is set (True) or not set (False); None if it is another test."""
-    text = ast.unparse(test)
-    return {name: True, f"not {name}": False}.get(text)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A node of a kernel's code as a transport reaches it."""
-
-    node: ast.AST
-    function: str
-    compiled: bool
-
-
-def _walk(nodes: Iterable[ast.AST], function: str, transport: str, compiled: bool) -> Iterator[Step]:
-    """Every node that runs under ``transport``, in order; into what is called, too."""
-    for node in nodes:
-        yield Step(node, function, compiled)
-        if isinstance(node, ast.If):
-            copies, interpreted = _condition(node.test, "COPY_ENGINE"), _condition(node.test, "is_interp()")
-            traced = _condition(node.test, "TRACE")  # it is not, in the scenes
-            rooted = _condition(node.test, "ROOTED")
-            for branch, taken in ((node.body, True), (node.orelse, False)):
-                if rooted is not None and (rooted == taken) != transport.startswith(ROOTED):
-                    continue
-                if traced != taken and (copies is None or (transport in ("copy_engine", DECOMPOSED)) == (copies == taken)):
-                    yield from _walk(branch, function, transport, compiled or (interpreted is not None and interpreted != taken))
-            yield from _walk([node.test], function, transport, compiled)
-            continue
-        called = _name_of(node)
-        if called in device_functions() and called != function:
-            yield from _walk(device_functions()[called][1].body, called, transport, compiled)
-        yield from _walk(ast.iter_child_nodes(node), function, transport, compiled)
-
-
-def _is_entry(name: str) -> bool:
-    """A kernel is what no other device function calls and what ops launches."""
-    return name.endswith("_kernel")
-
-
-def transports(kernel: str) -> tuple[str, ...]:
-    alone = next((name for name in (STREAM_K, DECOMPOSED, *ALGORITHMS) if name in kernel), None)
-    if kernel.startswith(SPARSE):
-        return (SPARSE,)
-    if kernel.startswith("exchange"):
-        return (str(alone), f"{ROOTED}{alone}")
-    return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
-
-
-@functools.cache
-def reach() -> dict[int, tuple[tuple[Path_, ...], bool]]:
-    """By node: the kernels and transports that reach it, and whether only a compiler does."""
-    paths: dict[int, list[Path_]] = {}
-    compiled: dict[int, bool] = {}
-    for name, (_, function) in device_functions().items():
-        for transport in transports(name) if _is_entry(name) else ():
-            for step in _walk(function.body, name, transport, False):
-                known = paths.setdefault(id(step.node), [])
-                if (name, transport) not in known:
-                    known.append((name, transport))
-                compiled[id(step.node)] = compiled.get(id(step.node), True) and step.compiled
-    return {node: (tuple(known), compiled[node]) for node, known in paths.items()}
-
-
-def _only_compiled(name: str) -> bool:
-    """A device function that does nothing under the interpreter."""
-    body = [s for s in device_functions()[name][1].body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
-    return all(isinstance(s, ast.If) and _condition(s.test, "is_interp()") is False for s in body)
-
-
-# the mutants of the kernels
-
-
-def _blocks(function: ast.AST) -> Iterator[list[ast.stmt]]:
-    for node in ast.walk(function):
-        for name in ("body", "orelse"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                yield block
-
-
-def _contains(statement: ast.AST, wanted: str) -> bool:
-    """Whether a statement holds ``store`` or ``load``: of a block, of a descriptor, or in a function with that in its name."""
-    return any(wanted in _name_of(node) or (wanted == "load" and _name_of(node) == "add_partials") for node in ast.walk(statement))
-
-
-def _assigned(statement: ast.stmt) -> set[str]:
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-
-
-def _used(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-
-
-@functools.cache
-def _does(name: str, what: str) -> bool:
-    """Whether a device function ``acquires``, ``releases`` or ``stores`` under the interpreter, itself or in what it calls."""
-    return _statement_does(device_functions()[name][1], what)
-
-
-def _statement_does(statement: ast.AST, what: str) -> bool:
-    for node in ast.walk(statement):
-        called = _name_of(node)
-        if not called or reach().get(id(node), ((), True))[1]:
-            continue
-        if called in device_functions() and _does(called, what):
-            return True
-        if what == "stores" and called == "store":
-            return True
-        if what != "stores" and _is_atomic(node):
-            sem = _keyword(node, "sem").value  # type: ignore[arg-type,union-attr]
-            if sem == "acq_rel" or sem == what.removesuffix("s"):
-                return True
-    return False
-
-
-#: Parameters that are counts or call numbers, in functions that hold an atomic or a store to a word.
-NUMBERS = ("value", "want", "count", "epoch")
 
 
 class _Mutations:
@@ -314,7 +132,7 @@ class _KernelMutations(_Mutations):
     def run(self) -> list[Mutant]:
         for name, function in self.source.functions.items():
             if name in device_functions() and orders(name):
-                for block in _blocks(function):
+                for block in blocks(function):
                     for statement in block:
                         self._statement(name, block, statement)
                 for node in ast.walk(function):
@@ -326,13 +144,13 @@ class _KernelMutations(_Mutations):
 
     def put(self, function: str, what: str, kind: str, node: ast.AST, *edits: Edit) -> None:
         reached, compiled = reach()[id(node)]
-        assembly = what == "assembly" or (what in device_functions() and _only_compiled(what))
+        assembly = what == "assembly" or (what in device_functions() and only_compiled(what))
         self.add(function, what, kind, node, *edits, reached=reached, compiled_only=compiled or assembly, assembly=assembly)
 
     def _statement(self, function: str, block: list[ast.stmt], statement: ast.stmt) -> None:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            call, what = statement.value, _name_of(statement.value)
-            if _is_atomic(call) or _is_word_store(call) or (what in device_functions() and orders(what)):
+            call, what = statement.value, name_of(statement.value)
+            if is_atomic(call) or is_word_store(call) or (what in device_functions() and orders(what)):
                 self.put(function, what, "remove", call, self.source.remove(statement))
                 self._moves(function, block, statement, what, call)
         elif isinstance(statement, ast.If) and (what := self._signalled(statement.test)):
@@ -340,43 +158,43 @@ class _KernelMutations(_Mutations):
                 self.put(function, what, value, statement.test, self.source.replace(statement.test, value))
             self._moves(function, block, statement, what, statement.test)
         elif isinstance(statement, ast.For | ast.If) and not _condition_of_build(statement):
-            what = next((_name_of(n) for n in ast.walk(statement) if _name_of(n) in device_functions() and orders(_name_of(n))), "")
-            if what and not (isinstance(statement, ast.For) and _statement_does(statement, "stores")):
+            what = next((name_of(n) for n in ast.walk(statement) if name_of(n) in device_functions() and orders(name_of(n))), "")
+            if what and not (isinstance(statement, ast.For) and statement_does(statement, "stores")):
                 self._moves(function, block, statement, f"{type(statement).__name__.lower()} {what}", statement)
         elif isinstance(statement, ast.Assign) and self._looks_again(function, statement):
             call = _inner_call(statement.value)
-            self.put(function, _name_of(call), "remove", call, self.source.remove(statement))
+            self.put(function, name_of(call), "remove", call, self.source.remove(statement))
 
     def _signalled(self, test: ast.expr) -> str:
         """The device function with a site that a condition asks."""
-        return next((_name_of(n) for n in ast.walk(test) if _name_of(n) in device_functions() and orders(_name_of(n))), "")
+        return next((name_of(n) for n in ast.walk(test) if name_of(n) in device_functions() and orders(name_of(n))), "")
 
     def _looks_again(self, function: str, statement: ast.Assign) -> bool:
         """Whether an atomic in a loop looks again at a word."""
         loops = [node for node in ast.walk(device_functions()[function][1]) if isinstance(node, ast.While)]
-        return _is_atomic(_inner_call(statement.value)) and any(statement in loop.body for loop in loops)
+        return is_atomic(_inner_call(statement.value)) and any(statement in loop.body for loop in loops)
 
     def _call(self, function: str, call: ast.Call) -> None:
-        what = _name_of(call)
-        if _is_atomic(call):
-            sem, scope = _keyword(call, "sem"), _keyword(call, "scope")
+        what = name_of(call)
+        if is_atomic(call):
+            sem, scope = keyword(call, "sem"), keyword(call, "scope")
             assert sem is not None and scope is not None, f"{self.source.file}:{call.lineno}: an atomic without sem and scope"
             for weaker in WEAKER.get(sem.value, ()):
                 self.put(function, what, f"sem={weaker}", call, self.source.replace(sem, f'"{weaker}"'))
             if (narrower := NARROWER.get(scope.value)) is not None:
                 self.put(function, what, f"scope={narrower}", call, self.source.replace(scope, f'"{narrower}"'))
-        if what == "atomic_add" or _is_word_store(call) or (_is_atomic(call) and isinstance(call.args[1], ast.Constant)):
+        if what == "atomic_add" or is_word_store(call) or (is_atomic(call) and isinstance(call.args[1], ast.Constant)):
             for kind, edit in self.shifted(call.args[1]):
                 number = getattr(call.args[1], "value", None)
                 # adding 0 is how a word is read; a flag is 0 or not, whatever else it is
                 if not (number == 0 if what == "atomic_add" else (kind, number) in (("+1", 1), ("-1", 0))):
                     self.put(function, what, kind, call, edit)
-        if what in device_functions() and any(_is_atomic(n) or _is_word_store(n) for n in ast.walk(device_functions()[what][1])):
+        if what in device_functions() and any(is_atomic(n) or is_word_store(n) for n in ast.walk(device_functions()[what][1])):
             parameters = [argument.arg for argument in device_functions()[what][1].args.args]
             for parameter, argument in zip(parameters, call.args, strict=True):
                 for kind, edit in self.shifted(argument) if parameter in NUMBERS else ():
                     self.put(function, what, f"{parameter}{kind}", call, edit)
-        if (text := _assembly(call)) is not None:
+        if (text := assembly_of(call)) is not None:
             self._instructions(function, call, text)
 
     def _instructions(self, function: str, call: ast.Call, text: ast.Constant) -> None:
@@ -395,7 +213,7 @@ class _KernelMutations(_Mutations):
         given = {
             target.id
             for node in ast.walk(root)
-            if isinstance(node, ast.Assign) and _is_atomic(_inner_call(node.value))
+            if isinstance(node, ast.Assign) and is_atomic(_inner_call(node.value))
             for target in node.targets
             if isinstance(target, ast.Name)
         }
@@ -407,14 +225,14 @@ class _KernelMutations(_Mutations):
 
     def _moves(self, function: str, block: list[ast.stmt], statement: ast.stmt, what: str, node: ast.AST) -> None:
         at = block.index(statement)
-        if _statement_does(statement, "releases"):
+        if statement_does(statement, "releases"):
             before = [i for i, earlier in enumerate(block[:at]) if isinstance(earlier, ast.For) or _touches(earlier)]
             if before:
                 part = block[before[-1] : at + 1]
                 order = [*range(1, len(part)), 0]
                 self.put(function, what, "early", node, *self.source.permute(part, order))
             first = statement.value.args[0] if isinstance(statement, ast.Expr) else None  # type: ignore[attr-defined]
-            after = [i for i in range(at + 1, len(block)) if isinstance(first, ast.Name) and first.id in _assigned(block[i])]
+            after = [i for i in range(at + 1, len(block)) if isinstance(first, ast.Name) and first.id in assigned(block[i])]
             if after:  # a deferred signal: the next one's word is known now
                 part = block[at : after[-1] + 1]
                 order = [len(part) - 1, *range(len(part) - 1)]
@@ -424,7 +242,7 @@ class _KernelMutations(_Mutations):
             part = block[waits[-1] : at + 1]
             self.put(function, what, "early", node, *self.source.permute(part, [len(part) - 1, *range(len(part) - 1)]))
         # a signal that comes later does no harm
-        if _statement_does(statement, "acquires") and not _statement_does(statement, "releases") and at + 1 < len(block):
+        if statement_does(statement, "acquires") and not statement_does(statement, "releases") and at + 1 < len(block):
             loops = [i for i in range(at + 1, len(block)) if isinstance(block[i], ast.For)]
             part = block[at : (loops[0] if loops else len(block) - 1) + 1]
             self.put(function, what, "late", node, *self.source.permute(part, [*range(1, len(part)), 0]))
@@ -432,17 +250,17 @@ class _KernelMutations(_Mutations):
 
 def _touches(statement: ast.stmt) -> bool:
     """Whether a statement stores or waits."""
-    return any(_statement_does(statement, what) for what in ("stores", "acquires"))
+    return any(statement_does(statement, what) for what in ("stores", "acquires"))
 
 
 def _inner_call(value: ast.expr) -> ast.AST:
     """The atomic in ``tl.atomic_add(…).to(…)``."""
-    return next((node for node in ast.walk(value) if _is_atomic(node)), value)
+    return next((node for node in ast.walk(value) if is_atomic(node)), value)
 
 
 def _condition_of_build(statement: ast.stmt) -> bool:
     constants = ("COPY_ENGINE", "is_interp()", "TRACE", "ROOTED", "SCATTER", "GATHER")
-    return isinstance(statement, ast.If) and any(_condition(statement.test, n) is not None for n in constants)
+    return isinstance(statement, ast.If) and any(condition(statement.test, n) is not None for n in constants)
 
 
 # the mutants of the copy engine and of its jobs
@@ -461,11 +279,11 @@ class _EngineMutations(_Mutations):
     def jobs(self) -> list[Mutant]:
         """Calls ``….engine.wait(address, value)`` and their like, and ``ctx.copy``."""
         for name, function in self.source.functions.items():
-            for block in _blocks(function):
+            for block in blocks(function):
                 queued = [s for s in block if (call := _job(s)) is not None]
                 for statement in queued:
                     call = _job(statement)
-                    what = _name_of(call)
+                    what = name_of(call)
                     self.put(name, what, "remove", call, self.source.remove(statement))
                     if what in ("wait", "write"):
                         value = call.args[1]
@@ -475,7 +293,7 @@ class _EngineMutations(_Mutations):
                                 self.put(name, what, kind, call, edit)
                 for first, second in itertools.pairwise(queued):
                     if block.index(second) == block.index(first) + 1:
-                        self.put(name, _name_of(_job(first)), "swap", first, *self.source.permute([first, second], [1, 0]))
+                        self.put(name, name_of(_job(first)), "swap", first, *self.source.permute([first, second], [1, 0]))
         return self.named()
 
     def engine(self, name: str) -> list[Mutant]:
@@ -485,7 +303,7 @@ class _EngineMutations(_Mutations):
             if not isinstance(method, ast.FunctionDef):
                 continue
             for call in ast.walk(method):
-                if _name_of(call) == "Queue":
+                if name_of(call) == "Queue":
                     self.put(method.name, "Queue", "lifo", call, self.source.replace(call, "queue.LifoQueue()"))
             if method.name.lstrip("_") not in (*JOBS, "queue", "met"):
                 continue
@@ -506,11 +324,11 @@ class _LaunchMutations(_Mutations):
         """Launches, ``plan.sum[slot]((y, y))``, and words, ``_go(ctx, unit)``: taken away, or changed with a neighbour."""
         for name in ("ag_gemm", "gemm_rs"):
             reached = tuple((k, DECOMPOSED) for k in device_functions() if k.startswith(name) and DECOMPOSED in k)
-            for block in _blocks(self.source.functions[name]):
+            for block in blocks(self.source.functions[name]):
                 for at, statement in enumerate(block):
                     call = statement.value if isinstance(statement, ast.Expr) else None
                     launched = isinstance(call, ast.Call) and [type(given) for given in call.args] == [ast.Tuple]
-                    if not launched and _name_of(call) != "_go":
+                    if not launched and name_of(call) != "_go":
                         continue
                     what = ast.unparse(call.func).removeprefix("plan.").removesuffix("[slot]")
                     self.add(name, what, "remove", call, self.source.remove(statement), reached=reached)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mutate
+import mutate_reach
 import mutate_source
 import pytest
 from mutant_process import CALLS, KERNELS, NAMES, on_compiler, on_ranks
@@ -32,7 +33,7 @@ WORKERS = 3
 SHORT, LONG = "5", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
-PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate.TRANSPORTS, mutate.STREAM_K, mutate.DECOMPOSED)]
+PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)]
 PAIRS += [("all_reduce", transport) for transport in CALLS]
 
 #: Mutants that are no faults, by name or pattern: why not.
@@ -112,7 +113,7 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
     if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
         return found
-    first = [pair for pair in found if not pair[1].startswith((mutate.ROOTED, "trees", mutate.SPARSE))]
+    first = [pair for pair in found if not pair[1].startswith((mutate_reach.ROOTED, "trees", mutate_reach.SPARSE))]
     pairs = first or found  # what the others share they show sooner
     return list({pair[0]: pair for pair in reversed(pairs)}.values())[::-1] if why_not(mutant) else pairs
 
@@ -159,7 +160,7 @@ def judge_sources(how: str, directory: Path) -> str:
     if how == "compiled":
         copied = directory / "sync.py"
         copied.write_bytes(source.read_bytes())
-        reached = [(kernel, transport) for kernel in KERNELS for transport in mutate.transports(kernel)]
+        reached = [(kernel, transport) for kernel in KERNELS for transport in mutate_reach.transports(kernel)]
         return on_the_lint(reached, module=module, file=str(copied))
     return on_the_heap(PAIRS, how == "as compiled", LONG, timeout=900, module=module, file=str(source))
 
@@ -197,7 +198,7 @@ def test_nothing_taken_away(how: str, judged) -> None:
     assert judged[how].result() == ""
 
 
-@pytest.mark.parametrize("name", mutate.DATA)
+@pytest.mark.parametrize("name", mutate_reach.DATA)
 def test_a_file_without_mutants_has_no_signals(name: str) -> None:
     text = (mutate_source.PACKAGE / "kernels" / f"{name}.py").read_text()
     assert "@triton.jit" in text and not re.search(r"from \.|atomic_|asm|barrier|while ", text.partition('"""\n\nimport')[2])
