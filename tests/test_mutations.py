@@ -33,7 +33,8 @@ WORKERS = 3
 SHORT, LONG = "5", "60"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
-PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)]
+OF_PRODUCTS = (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)
+PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in OF_PRODUCTS]
 PAIRS += [("all_reduce", transport) for transport in CALLS]
 
 #: Mutants that are no faults, by name or pattern: why not.
