@@ -205,9 +205,9 @@ _nap.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit
-def _receive_late(row, source, epoch, ctl, rank, what: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+def _receive_late(row, source, ctl, rank, what: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
     _nap()
-    return words.receive_from(row, source, epoch, ctl, rank, what, R, B)
+    return words.receive_from(row, source, ctl, rank, what, R, B)
 
 
 def collectives(group: Any, transport: str, kind: str) -> None:
