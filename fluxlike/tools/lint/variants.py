@@ -149,7 +149,7 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
     looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
-    counts["volatile load"] = 3 * waits + 5 * looks  # words carry their flag, so a look is a plain one that may not be left out
+    counts["volatile load"] = 3 * waits + 5 * looks  # words are their own flag, so a look is a plain one that may not be left out
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
     # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
     counts["volatile load"] += {"messages_head_kernel": 5, "messages_came_kernel": 6, "messages_end_kernel": 6}.get(name, 0)
