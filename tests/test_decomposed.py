@@ -25,7 +25,7 @@ class Recorder:
     def __init__(self, executor):
         self.lines, self.lane, self.ready = [], "0", 0
         self.executor, self.launch = executor, executor.launch
-        executor.lanes, executor.multiply, executor.launch = lambda: self, self.multiplied, self.launched
+        executor.lanes, executor.multiply, executor.launch = lambda users: self, self.multiplied, self.launched
         executor.copy_engine, executor.write = lambda: self, self.stream_write
 
     def note(self, text, lane=None):
@@ -150,7 +150,10 @@ def test_a_gpus_second_lane_begins_and_ends_with_the_first(monkeypatch, fails):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams["other"])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
     monkeypatch.setattr(torch.cuda, "stream", switched)
-    lanes = cuda.CudaLanes(torch.device("cuda", 0))
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor._lanes = torch.device("cuda", 0), {}
+    lanes = executor.lanes("a group's")
+    assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams
     with contextlib.suppress(KeyError), lanes.forked():
         for turn in range(4):
             with lanes.of(turn):

@@ -85,7 +85,7 @@ class Context(GroupContext):
         self.exchange: ExchangeContext | None = None
         self.scratch = torch.empty(16, dtype=dtype, device=self.device)
         self.engine = executor.copy_engine()
-        self.lanes = executor.lanes() if schedule in ("auto", choice.DECOMPOSED) else Lanes()
+        self.lanes = executor.lanes(("products", control.name)) if schedule in ("auto", choice.DECOMPOSED) else Lanes()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
 
     def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:

@@ -85,7 +85,7 @@ class SparseAllReduceContext(EpochContext):
         self.staging = self.data.view(wire)
         #: Whether ids of several ranks have owners: two ranks save nothing, another dtype on the wire would round twice.
         self.owned = ranks > 2 and wire is dtype
-        self._lanes = self.world.executor.lanes()
+        self._lanes = self.world.executor.lanes((NAME, control.name))
         self._pending: Pending | None = None
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None

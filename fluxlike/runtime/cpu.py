@@ -4,7 +4,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ class CpuExecutor:
     ) -> Launch:  # fmt: skip
         return Launch(self, kernel, programs, args, constants, warps, stages, varying)
 
-    def lanes(self) -> Lanes:
+    def lanes(self, users: Hashable) -> Lanes:
         return Lanes()
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:

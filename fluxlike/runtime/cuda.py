@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -226,6 +226,7 @@ class CudaExecutor:
         if env.racecheck():
             raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: use fluxlike.init(heap='shm'), or unset it")
         self.device = device
+        self._lanes: dict[Hashable, CudaLanes] = {}
         #: Of each thread, whether the driver knows its context there.
         self._threads = threading.local()
         properties = torch.cuda.get_device_properties(device)
@@ -268,8 +269,11 @@ class CudaExecutor:
     def puts(self) -> CudaPuts:
         return CudaPuts(self)
 
-    def lanes(self) -> CudaLanes:
-        return CudaLanes(self.device)
+    def lanes(self, users: Hashable) -> CudaLanes:
+        """The same ones for the same ``users``, who take turns: cuBLAS keeps memory, 32 MB, for each stream that it was used on."""
+        if users not in self._lanes:
+            self._lanes[users] = CudaLanes(self.device)
+        return self._lanes[users]
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """out = a · wᵀ (+ bias) by cuBLAS, as torch is set to use it, on the current stream. The rows of ``out`` may lie apart.

@@ -5,7 +5,7 @@ capability. Here that can be asked for any GPU and any number of ranks, in one p
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ class DryExecutor:
     def on_same_stream(self, last: Any) -> Any:
         return None
 
-    def lanes(self) -> Lanes:
+    def lanes(self, users: Hashable) -> Lanes:
         return Lanes()
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
