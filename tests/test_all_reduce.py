@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import told
-from ranks import TORCHRUN, device, run_fresh, run_ranks
+from ranks import LARGE_WORLDS, TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce as ops
@@ -49,7 +49,7 @@ def reduces(group, dtype, algo, sizes):
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), *LARGE_WORLDS])
 def test_sizes(ranks, dtype, algo):
     block = 4 // dtype.itemsize * WORDS if algo != "bulk" else exchange.BULK // dtype.itemsize
     run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, block, 2 * block + 1))

@@ -5,7 +5,7 @@ import test_trees
 import torch
 import torch.distributed as dist
 from faults import told
-from ranks import TORCHRUN, device, rows_slice, run_fresh, run_ranks
+from ranks import LARGE_WORLDS, TORCHRUN, device, rows_slice, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import exchange
@@ -68,7 +68,7 @@ def gathers(group, dtype, algo):
 
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), *LARGE_WORLDS])
 def test_sizes(ranks, algo):
     for dtype in DTYPES if ranks == 2 else DTYPES[1:2]:
         run_ranks(reduces, ranks, dtype=dtype, algo=algo)
