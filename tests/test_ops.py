@@ -69,7 +69,7 @@ def rs_uneven_k(group, dtype):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, ks in enumerate(([0, 33, 64, 7], [40, 0, 1, 128], [5, 64, 9, 0], [0, 0, 0, 3], [64, 33, 64, 40])):
-                RSCase(75, 40, (ks + [7, 0, 65, 1])[:size], dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule)
+                RSCase(75, 40, [*ks, 7, 0, 65, 1][:size], dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule)
 
 
 @pytest.mark.parametrize(("world", "dtype"), worlds_by_dtypes(("bfloat16", "float32")))
@@ -253,7 +253,7 @@ def ag_uneven_n(group, dtype):
         with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
             poison(ctx, group)
             for seed, ns in enumerate(([1, 70, 33, 64], [0, 20, 0, 65], [64, 0, 7, 0], [9, 5, 0, 0])):
-                AGCase(75, (ns + [3, 0, 2, 1])[:size], 40, dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule, seed == 2)
+                AGCase(75, [*ns, 3, 0, 2, 1][:size], 40, dtype, seed, bias=seed % 2 == 0).check(ctx, group, schedule, seed == 2)
 
 
 @pytest.mark.parametrize(("world", "dtype"), worlds_by_dtypes(("bfloat16", "float32")))
