@@ -157,7 +157,8 @@ def _run(
     """``n`` elements in all, cut into as many launches as needed. ``chunk``: from the part of a rank to that of the next."""
     said: dict[str, Any] = dict(elements=n, dtype=str(x.dtype).removeprefix("torch."))
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
-    floats = x.dtype in DTYPES
+    if algo == "auto" and x.dtype not in DTYPES:  # for which there are no words
+        algo = "bulk"
     x, y, nbytes = x.view(-1), y.view(-1), x.element_size()
     if kind.gather:
         x, y = raw(x, y, chunk)
@@ -165,7 +166,7 @@ def _run(
     n, chunk = n * nbytes // itemsize, chunk * nbytes // itemsize
     width = n if kind.rooted else chunk
     if algo == "auto":
-        algo = exchange.choose(width * itemsize, control.size) if floats else "bulk"
+        algo = exchange.choose(width * itemsize, control.size)
     with control.lock:
         if n == 0:
             exchange.context(kind, control, "bulk", 1).record(**said)

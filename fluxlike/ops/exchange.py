@@ -15,8 +15,8 @@ from .group import GroupContext, Prepared, kept
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
 #: Words of a block, where four a thread are a vector, and bytes of one that is signalled.
 WORDS, BULK = 512, 8 << 10
-#: Programs of a launch at most, and on each multiprocessor, in bulk and with words: others work while one waits.
-MOST, OVER, OVER_WORDS = 512, 2, 4
+#: Programs of a launch at most, and on each multiprocessor where nothing else is said: others work while one waits.
+MOST, OVER = 512, 2
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
 PIECE = 32 << 20
 #: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes,
@@ -55,7 +55,7 @@ class Compiled(NamedTuple):
     over: int = OVER
 
 
-OF_WORDS, OF_BULK = Compiled(warps=4, over=OVER_WORDS), Compiled(warps=8)
+OF_WORDS, OF_BULK = Compiled(warps=4, over=4), Compiled(warps=8)
 
 
 class EpochContext(GroupContext):

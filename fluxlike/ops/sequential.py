@@ -39,7 +39,7 @@ def memory(op: str, control: ControlGroup, nbytes: int) -> ExchangeContext:
     """What the exchanges of calls need whose parts have up to ``nbytes``; larger ones go in pieces. Collective."""
     part = min(nbytes, exchange.PIECE // control.size)
     words = min(part, exchange.few(control.size))
-    bulk = part if part > words else 1
+    bulk = part if exchange.choose(nbytes, control.size) == "bulk" else 1
     kind = Kind(op, scatter=op == "gemm_rs", gather=op == "ag_gemm")
     return ExchangeContext(kind, control, max(1, cdiv(words, exchange.WORDS * 4)), cdiv(bulk, exchange.BULK))
 

@@ -270,7 +270,7 @@ class CudaExecutor:
         return CudaPuts(self)
 
     def lanes(self, users: Hashable) -> CudaLanes:
-        """The same ones for the same ``users``, who take turns: cuBLAS keeps memory, 32 MB, for each stream that it was used on."""
+        """The same ones for the same ``users``, who take turns: torch keeps memory for cuBLAS for each stream that multiplied."""
         if users not in self._lanes:
             self._lanes[users] = CudaLanes(self.device)
         return self._lanes[users]
