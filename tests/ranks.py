@@ -26,6 +26,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -327,6 +328,8 @@ class _Torchrun:
         mine = Outcome(self.rank)
         if self.rank < world:
             mine = _attempt(self.rank, body, self.groups[world], kwargs)
+            if not mine.ok:  # now: the others may wait for this rank in what has no limit, as NCCL
+                print(mine, file=sys.__stderr__, flush=True)
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.exchange)
         if not all(outcome.ok for outcome in outcomes):

@@ -342,6 +342,7 @@ def test_toy_sizes(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_sizes_on_gpus():
     argv = ["all_reduce", "--eager", "--graph", "--rounds", "2"]
     world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
@@ -353,6 +354,7 @@ def test_sizes_on_gpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_bursts_on_gpus():
     argv = ["all_reduce", "--suite", "resnet50", "--eager", "--graph", "--rounds", "2"]
     world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
@@ -371,6 +373,7 @@ def run_on_gpus(group, argv, shape=None):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("op", bench_problems.PROBLEMS)
 def test_on_gpus(op):
     argv = [op, "--eager", "--graph", "--rounds", "2"]

@@ -67,6 +67,13 @@ def sharded(model: Block, mesh: DeviceMesh) -> Block:
     return parallelize_module(model, mesh, {"wo": RowwiseParallel(), "w2": RowwiseParallel()})
 
 
+def kinds(model: Block) -> list[dict[str, list[nn.Parameter]]]:
+    """Parameters that are sharded, and those that are not: an optimizer that updates many at once, as on GPUs, mixes no kinds."""
+    parameters = list(model.parameters())
+    groups = [[p for p in parameters if isinstance(p, DTensor) == spread] for spread in (True, False)]
+    return [{"params": group} for group in groups if group]
+
+
 def sum_of_norms(model: Block, mesh: DeviceMesh) -> None:
     """Add up the gradients of the parameters that are not sharded."""
     for parameter in model.parameters():
@@ -84,7 +91,7 @@ def main(args: argparse.Namespace) -> int:
     whole = Block().to(kind)
     model = sharded(copy.deepcopy(whole), mesh["tp"])
     run = torch.compile(model, fullgraph=True, backend="inductor" if kind == "cuda" else "aot_eager") if args.compile else model
-    ours, plain = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, whole))
+    ours, plain = (torch.optim.SGD(kinds(m), lr=0.05, foreach=True) for m in (model, whole))
     worst = 0.0
     for step in range(args.steps):
         x, target = (torch.randn(2, args.tokens, DIM, device=kind) for _ in range(2))
