@@ -13,7 +13,7 @@ import torch
 #: layer.
 WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "mutations")
 WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
-WITHOUT_TORCHRUN += ("topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
+WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
 
 
 def pytest_addoption(parser):

@@ -3,24 +3,58 @@
     torchrun --standalone --nproc-per-node=2 --no-python compute-sanitizer --tool memcheck --report-api-errors no \\
         --error-exitcode 9 python tests/sanitizer_case.py
 
-and the same with ``--tool racecheck``. torch speaks gloo here: NCCL's own start-up takes minutes under the sanitizer.
+and the same with ``--tool racecheck`` and ``--tool synccheck``; once more with FLUXLIKE_VIRTUAL_NODES=2 for the kernels that go
+from node to node. It fails if a kernel was left out. torch speaks gloo here: NCCL's own start-up takes minutes under the sanitizer.
+Without GPUs it runs in the interpreter, started by test_sanitizer_case.py.
 """
+
+import importlib
+import os
+import pkgutil
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import InterpretedFunction
 
 import fluxlike
+from fluxlike import kernels
+from fluxlike.runtime import env, world
+
+MESSAGES = {f"messages_{what}_kernel" for what in ("begin", "head", "came", "end")}
+BETWEEN_NODES = MESSAGES | {"sum_over_nodes_kernel"}
+KERNELS = (JITFunction, InterpretedFunction)
+launched: set[str] = set()
+
+
+def every_kernel() -> set[str]:
+    found: set[str] = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        named = vars(importlib.import_module(f"{kernels.__name__}.{module.name}"))
+        found |= {name for name, f in named.items() if name.endswith("_kernel") and isinstance(f, KERNELS)}
+    return found
+
+
+def watch_launches(executor: Any) -> None:
+    launch = executor.launch
+
+    def watched(kernel: Any, *args: Any, **named: Any) -> Any:
+        launched.add(kernel.fn.__name__)
+        return launch(kernel, *args, **named)
+
+    executor.launch = watched
 
 
 def rows_of(n: int, rank: int, ranks: int) -> slice:
     return slice(rank * -(-n // ranks), (rank + 1) * -(-n // ranks))
 
 
-def exchanges(rank: int, ranks: int) -> None:
+def exchanges(rank: int, ranks: int, device: torch.device) -> None:
     """all_reduce and its kin: every kernel, tensors of a part of a block and of several."""
-    for n in (37, 9001):
+    for n in (37, 9001) if device.type == "cuda" else (37,):
         parts = [torch.randint(-3, 4, (n, 3), generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(ranks)]
-        x, total = parts[rank].cuda(), torch.stack(parts).float().sum(0).bfloat16()
+        x, total = parts[rank].to(device), torch.stack(parts).float().sum(0).bfloat16()
         rows = rows_of(n, rank, ranks)
         for algo in ("one_shot", "two_shot", "bulk", "trees"):
             for _ in range(3):
@@ -33,36 +67,68 @@ def exchanges(rank: int, ranks: int) -> None:
             assert torch.equal(mine.cpu(), total[rows]) and (first is None or torch.equal(first.cpu(), total)), f"{algo} {n}"
             assert torch.equal(theirs.cpu(), parts[1]), f"broadcast {algo} {n}"
             assert torch.equal(whole.cpu(), torch.cat([part[rows_of(n, r, ranks)] for r, part in enumerate(parts)])), f"{algo} {n}"
-        y = fluxlike.gemm_ar(x, torch.eye(3).cuda().bfloat16())
+        y = fluxlike.gemm_ar(x, torch.eye(3).to(device).bfloat16())
         assert torch.equal(y.cpu(), total), f"gemm_ar {n}"
+
+
+def sparse(rank: int, ranks: int, device: torch.device) -> None:
+    """Both modes, few rows of many and most of them, several blocks of columns."""
+    for table, width, nnz in ((1000, 300, 40), (64, 3, 90)):
+        for mode in ("exact", "padded"):
+            for call in range(3):
+                made = torch.Generator().manual_seed(10 * call + rank)
+                ids = torch.randint(0, table, (1, nnz), generator=made)
+                values = torch.randint(-3, 4, (nnz, width), generator=made).float()
+                x = torch.sparse_coo_tensor(ids, values, (table, width)).to(device)
+                total = x.to_dense().cpu()
+                dist.all_reduce(total)
+                y = fluxlike.sparse_all_reduce(x, mode=mode, max_nnz=nnz)
+                assert torch.equal(y.to_dense().cpu(), total), f"sparse_all_reduce {mode} {table} {call}"
+        rows = fluxlike.sparse_reduce_scatter(x)
+        assert torch.equal(rows.to_dense().cpu(), total[rows_of(table, rank, ranks)]), f"sparse_reduce_scatter {table}"
+
+
+def products(rank: int, ranks: int, device: torch.device, schedule: str) -> None:
+    for m, n, k in ((272, 160, 96), (131, 72, 40)):
+        with (
+            fluxlike.create_gemm_rs_context(m, n, schedule=schedule) as rs,
+            fluxlike.create_ag_gemm_context(m, n, k, schedule=schedule) as ag,
+        ):
+            generator = torch.Generator().manual_seed(m)
+            x, w = (torch.randint(-1, 2, (rows, k), generator=generator) for rows in (m, n))
+            product = (x @ w.T).to(torch.bfloat16)
+            x, w = x.to(device).bfloat16(), w.to(device).bfloat16()
+            rows = rows_of(m, rank, ranks)
+            for _ in range(3):
+                y = fluxlike.gemm_rs(x, w, rs)
+                z, gathered = fluxlike.ag_gemm(x[rows], w, ag, m=m, return_gathered=True)
+            rs.check()
+            ag.check()
+            assert torch.equal(y.cpu(), product[rows] * ranks), f"gemm_rs {schedule} {m}"
+            assert torch.equal(z.cpu(), product) and torch.equal(gathered, x), f"ag_gemm {schedule} {m}"
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(rank)
-    fluxlike.init(heap="nvshmem", heap_bytes=64 << 20)
-    exchanges(rank, ranks)
-    for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed"):
-        for m, n, k in ((272, 160, 96), (131, 72, 40)):
-            with (
-                fluxlike.create_gemm_rs_context(m, n, schedule=schedule) as rs,
-                fluxlike.create_ag_gemm_context(m, n, k, schedule=schedule) as ag,
-            ):
-                generator = torch.Generator().manual_seed(m)
-                x, w = (torch.randint(-1, 2, (rows, k), generator=generator) for rows in (m, n))
-                product = (x @ w.T).to(torch.bfloat16)
-                x, w = x.cuda().bfloat16(), w.cuda().bfloat16()
-                rows = rows_of(m, rank, ranks)
-                for _ in range(3):
-                    y = fluxlike.gemm_rs(x, w, rs)
-                    z, gathered = fluxlike.ag_gemm(x[rows], w, ag, m=m, return_gathered=True)
-                rs.check()
-                ag.check()
-                assert torch.equal(y.cpu(), product[rows] * ranks), f"gemm_rs {schedule} {m}"
-                assert torch.equal(z.cpu(), product) and torch.equal(gathered, x), f"ag_gemm {schedule} {m}"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+    else:
+        os.environ.setdefault("FLUXLIKE_TOPOLOGY", "nvswitch-2")
+    fluxlike.init(heap_bytes=64 << 20)
+    device, nodes = world.current().device, env.virtual_nodes()
+    watch_launches(world.current().executor)
+    wanted = BETWEEN_NODES if nodes > 1 else every_kernel() - BETWEEN_NODES
+    if nodes == 1:
+        exchanges(rank, ranks, device)
+        sparse(rank, ranks, device)
+    elif device.type != "cuda":
+        wanted -= MESSAGES  # there the host sends them
+    for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed") if nodes == 1 else ("auto", "in_kernel"):
+        products(rank, ranks, device, schedule)
     fluxlike.finalize()
-    print(f"rank {rank}: sanitizer case passed", flush=True)
+    assert wanted <= launched, f"not launched: {sorted(wanted - launched)}"
+    print(f"rank {rank}: sanitizer case passed, {len(launched)} kernels", flush=True)
 
 
 if __name__ == "__main__":

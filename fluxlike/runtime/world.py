@@ -206,9 +206,10 @@ def _init_torch(heap: str) -> None:
             "scripts/launch.sh or torchrun, or call torch.distributed.init_process_group before fluxlike.init"
         )
     if heap != "shm" and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # Without device_id: with it a DeviceMesh of several dimensions splits this group by names that torch counts on each rank by
+        # itself, and hangs if there was a group before that not all ranks are in (pytorch issues 145376 and 190396).
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
 
