@@ -18,6 +18,8 @@ def test_tables_by_torch():
     table = sparse_tables.table(messages, 2, True)
     assert table.ids.tolist() == [2, 5, 7] + [9] * 9 and table.meta.tolist() == [4, 3, 3, 2]
     assert table.slots[:5].tolist() == [[0, -1, 0], [1, 0, 1], [2, -1, -1], [-1, -1, 2], [-1, -1, -1]]
+    assert table.staged[:5].tolist() == [0, 16, 2, 34, -1]  # each rank has 16 rows
+    assert sparse_tables.table(messages, 1, True).staged[:5].tolist() == [0, -2, 2, 34, -1]
     assert table.owners[:5].tolist() == [0, 1, -1, -1, -1] and table.place[:3].tolist() == [0, 1, 3]
 
 
@@ -48,6 +50,7 @@ def as_by_torch(group, block, dtype):
                     right, got = sparse_tables.table(messages, rank, owned), sparse_index.table(ctx, messages, owned)
                     assert torch.equal(got.meta, right.meta[:3]) and torch.equal(got.ids, right.ids)
                     assert torch.equal(got.slots, right.slots[:-1]) and torch.equal(got.owners, right.owners)
+                    assert not owned or torch.equal(got.staged, right.staged)
                     own = int(right.meta[1])
                     assert torch.equal(got.place[:own], right.place[:own]) and torch.equal(got.targets[:own], right.targets[:own])
     finally:

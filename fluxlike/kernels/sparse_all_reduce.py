@@ -22,7 +22,9 @@ push     takes chunks of the own slots: sums the entries of each, rounds, stores
 reduce   OWNED only: an id that c ≥ 2 ranks have is owned by one of those, by turns. Takes chunks of own slots; of the owned ones it
          waits for the rows of the others (A), adds them, stores the result into y and into its own staging at the peers; then
          sets the chunk's second flag there (B).
-drain    takes units of U union rows: waits for all chunks that they need (A, B), adds the rows of all ranks, and stores to y.
+drain    takes units of U union rows: waits for all chunks that they need (A, B), adds the rows of all ranks, and stores to y. With
+         OWNED each row of y is one row of staging, so it is copied, by asynchronous loads of which several are under way: ptxas
+         puts loads of all ranks under masks one behind the other.
 
 Without OWNED every rank adds all rows itself: c rows travel to R - 1 ranks. With it c - 1 travel to the owner and R - 1 away, so
 no value crosses the wire more than once to an owner and once back, and an id of one rank goes to each other once, as it must.
@@ -52,6 +54,7 @@ import triton.language as tl
 
 from .elements import AVG, advance
 from .lang import cta_barrier, drain_stores
+from .sparse_index import NONE, NOWHERE
 from .sync import WAIT_PARTIAL, WAIT_RESULT, at_peer, peer_address, wait
 
 #: Entries of one id that are loaded together: their sum is made one after the other, as its order is given.
@@ -61,7 +64,9 @@ AHEAD = tl.constexpr(4)
 HOT = tl.constexpr(32)
 HOT_TURN = tl.constexpr(4)
 HOT_STAGES = tl.constexpr(12)
-_NONE = tl.constexpr(2**31 - 1)
+#: Tiles of rows that are copied which are under way.
+COPY_STAGES = tl.constexpr(3)
+_NO_SLOT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -71,6 +76,15 @@ def _row_of(rows, columns, D: tl.constexpr, BC: tl.constexpr):
         return tl.load(rows + columns).to(tl.float32)
     else:
         return tl.load(rows + columns, mask=columns < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _within(rows, columns, D: tl.constexpr, BC: tl.constexpr):
+    """The mask [rows, columns] of a tile; of its rows only where the columns are whole blocks."""
+    if D % BC == 0:
+        return tl.broadcast_to(rows, (rows.shape[0], BC))
+    else:
+        return rows & (columns < D)[None, :]
 
 
 @triton.jit
@@ -144,7 +158,7 @@ def _wait_chunks(flags, slots, epoch, ctl, rank, what: tl.constexpr, source, R: 
     The first wait is there in any case, so that the lint sees one in front of the loads; without slots it is for 0.
     """
     last = tl.max(slots)
-    first = tl.minimum(tl.min(tl.where(slots >= 0, slots, _NONE)), tl.maximum(last, 0)) // K
+    first = tl.minimum(tl.min(tl.where(slots >= 0, slots, _NO_SLOT)), tl.maximum(last, 0)) // K
     wait(flags + first, tl.where(last >= 0, epoch, 0), ctl, rank, what, source, R)
     for chunk in range(first + 1, tl.maximum(last, 0) // K + 1):
         wait(flags + chunk, epoch, ctl, rank, what, source, R)
@@ -231,43 +245,66 @@ def _reduce(
 
 
 @triton.jit
+def _copy_rows(
+    y, staged, owners, staging, start, union, rows,
+    R: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, U: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """The U rows of y from ``start`` on, but those that this rank owns; rows behind the union become 0."""
+    for column in range(0, D, BC):
+        columns = column + tl.arange(0, BC)
+        for tile in tl.range(0, U, BR, num_stages=COPY_STAGES):
+            row = start + tile + tl.arange(0, BR)
+            at = tl.load(staged + row, mask=row < union, other=NONE)
+            here = (row < rows) & (at != NOWHERE)
+            there = tl.maximum(at, 0).to(tl.int64)[:, None] * PITCH + columns[None, :]
+            block = tl.load(staging + there, mask=_within((at >= 0)[:, None], columns, D, BC), other=0.0)
+            if OP == AVG:  # an owner has divided its sums
+                owner = tl.load(owners + row, mask=row < union, other=0)
+                block = tl.where((owner < 0)[:, None], block.to(tl.float32) / R, block.to(tl.float32))
+            to = y + row.to(tl.int64)[:, None] * D + columns[None, :]
+            tl.store(to, block.to(y.dtype.element_ty), mask=_within(here[:, None], columns, D, BC))
+
+
+@triton.jit
 def _drain(
-    y, slots, owners, staging, flags, ctl, epoch, union, rows, room, rank, program, drainers,
+    y, slots, owners, staged, staging, flags, ctl, epoch, union, rows, room, rank, program, drainers,
     R: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
     CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     source_rows = room.to(tl.int64) * PITCH
     for unit in range(program, tl.cdiv(rows, U), drainers):
         row = unit * U + tl.arange(0, U)
-        owner = tl.load(owners + row, mask=row < union, other=-1)
         for peer in range(R):
-            slot = tl.load(slots + row * R + peer, mask=row < union, other=-1)
-            direct = tl.where(owner < 0, slot, -1)
+            direct = tl.load(slots + row * R + peer, mask=row < union, other=-1)
+            if OWNED:
+                owner = tl.load(owners + row, mask=row < union, other=-1)
+                reduced = tl.where((owner == peer) & (owner != rank), direct, -1)
+                direct = tl.where(owner < 0, direct, -1)
             _wait_chunks(flags + peer * CHUNKS, direct, epoch, ctl, rank, WAIT_PARTIAL, peer, R, K)  # (A)
             if OWNED:
-                reduced = tl.where((owner == peer) & (owner != rank), slot, -1)
                 _wait_chunks(flags + (R + peer) * CHUNKS, reduced, epoch, ctl, rank, WAIT_RESULT, peer, R, K)  # (B)
-        for tile in range(0, U, BR):
-            row_ = unit * U + tile + tl.arange(0, BR)
-            owner_ = tl.load(owners + row_, mask=row_ < union, other=-1)
-            for column in range(0, D, BC):
-                columns = column + tl.arange(0, BC)
-                total = tl.zeros((BR, BC), tl.float32)
-                begun = row_ < 0
-                for source in tl.static_range(R):
-                    slot_ = tl.load(slots + row_ * R + source, mask=row_ < union, other=-1)
-                    reads = (slot_ >= 0) & ((owner_ < 0) | ((owner_ == source) & (owner_ != rank)))
-                    total, begun = _add(total, begun, staging + source * source_rows, slot_, reads, columns, PITCH)
-                if OP == AVG:
-                    total = tl.where((owner_ < 0)[:, None], total / R, total)
-                there = row_.to(tl.int64)[:, None] * D + columns[None, :]
-                mask = ((row_ < rows) & (owner_ != rank))[:, None] & (columns < D)[None, :]
-                tl.store(y + there, total.to(y.dtype.element_ty), mask=mask)
+        if OWNED:
+            _copy_rows(y, staged, owners, staging, unit * U, union, rows, R, D, PITCH, U, BR, BC, OP)
+        else:
+            for tile in range(0, U, BR):
+                row_ = unit * U + tile + tl.arange(0, BR)
+                for column in range(0, D, BC):
+                    columns = column + tl.arange(0, BC)
+                    total = tl.zeros((BR, BC), tl.float32)
+                    begun = row_ < 0
+                    for source in tl.static_range(R):
+                        slot_ = tl.load(slots + row_ * R + source, mask=row_ < union, other=-1)
+                        total, begun = _add(total, begun, staging + source * source_rows, slot_, slot_ >= 0, columns, PITCH)
+                    if OP == AVG:
+                        total = total / R
+                    there = row_.to(tl.int64)[:, None] * D + columns[None, :]
+                    mask = (row_ < rows)[:, None] & (columns < D)[None, :]
+                    tl.store(y + there, total.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "room", "rank", "pushers", "reducers"])
 def sparse_all_reduce_kernel(
-    values, order, starts, sums, targets, place, slots, owners, meta, y, staging, flags, epochs, ctl,
+    values, order, starts, sums, targets, place, slots, owners, staged, meta, y, staging, flags, epochs, ctl,
     rows, room, rank, pushers, reducers,
     R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, K: tl.constexpr, U: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, CHUNKS: tl.constexpr, OWNED: tl.constexpr, OP: tl.constexpr, MOST: tl.constexpr,
@@ -277,8 +314,8 @@ def sparse_all_reduce_kernel(
     order [entries], starts [capacity + 1]: the entries of slot i are order[starts[i] … starts[i + 1] - 1]. sums: see
     `sparse_sums_kernel`. targets [capacity]: the rank that reads the row of an own slot, -1 if all do. place [capacity]: union rows
     of the own slots. slots [union, R]: slots of the union rows, -1 where a rank has none. owners [union]: the rank that adds a row
-    up, -1 if all do. meta: number of union rows, of own slots. ``rows``: of y, if there are more than union rows; those behind
-    become 0.
+    up, -1 if all do. staged [union], with OWNED: the row of staging that a row of y is, NOWHERE if this rank adds it up.
+    meta: number of union rows, of own slots. ``rows``: of y, if there are more than union rows; those behind become 0.
     ``room``: rows of staging for each source. K slots a chunk, U union rows a unit, BR × BC elements a tile; BR divides K and U.
     CHUNKS: flags of a source. S: R rounded up to a power of two. The first ``pushers`` programs push, the next ``reducers``
     reduce. MOST: programs that a launch may have.
@@ -301,7 +338,7 @@ def sparse_all_reduce_kernel(
     else:
         first = pushers + reducers
         _drain(
-            y, slots, owners, staging, flags, ctl, epoch, union, tl.maximum(rows, union), room, rank, program - first,
+            y, slots, owners, staged, staging, flags, ctl, epoch, union, tl.maximum(rows, union), room, rank, program - first,
             tl.num_programs(0) - first, R, D, PITCH, K, U, BR, BC, CHUNKS, OWNED, OP,
         )  # fmt: skip
     cta_barrier()  # all threads have read the number of the call

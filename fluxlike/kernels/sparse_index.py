@@ -8,7 +8,7 @@ the stream orders:
 count    Each block counts its first ones of equal keys, and the keys that are none of the END. It fills what the next launch
          leaves open.
 slots    (of a rank) or rows (of the union): each block adds up the counts of those in front of it and writes what its keys say.
-owners   Of the union rows, once they are all written: who adds up which.
+owners   Of the union rows, once they are all written: who adds up which, and where this rank finds the sum.
 
 So there are no atomics, nothing waits for another program, and each word is written by one program, or by several alike: repeats
 give the same bits. By torch the same took some fifty operations, for which a GPU waits: a call with 1000 ids a rank took 1.4 ms.
@@ -21,6 +21,8 @@ import triton.language as tl
 
 #: Words of a rank's message in front of its ids.
 HEAD = tl.constexpr(4)
+#: What `_staged` says of rows that are in no row of staging.
+NONE, NOWHERE = tl.constexpr(-1), tl.constexpr(-2)
 
 
 @triton.jit
@@ -128,13 +130,26 @@ def _owner(slots, row, inside, R: tl.constexpr, OWNED: tl.constexpr):
     return owner
 
 
-@triton.jit(do_not_specialize=["number", "capacity"])
+@triton.jit
+def _staged(slots, row, inside, owner, room, rank, R: tl.constexpr):
+    """The row of staging that holds each of these union rows; NOWHERE for those that ``rank`` owns, NONE for no union row."""
+    staged = tl.zeros_like(row) + NONE
+    for source in tl.static_range(R):
+        slot = tl.load(slots + row * R + source, mask=inside, other=-1)
+        staged = tl.where((slot >= 0) & ((owner < 0) | (owner == source)), source * room + slot, staged)
+    return tl.where(owner == rank, NOWHERE, staged)
+
+
+@triton.jit(do_not_specialize=["number", "capacity", "room", "rank"])
 def sparse_index_owners_kernel(
-    slots, place, meta, owners, targets, number, capacity, R: tl.constexpr, OWNED: tl.constexpr, B: tl.constexpr
+    slots, place, meta, owners, staged, targets, number, capacity, room, rank, R: tl.constexpr, OWNED: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
-    """owners [number] of the union rows, targets [capacity] of the own slots."""
+    """owners [number] of the union rows, with OWNED also staged [number]; targets [capacity] of the own slots."""
     at = tl.program_id(0) * B + tl.arange(0, B)
-    tl.store(owners + at, _owner(slots, at, at < number, R, OWNED), mask=at < number)
+    owner = _owner(slots, at, at < number, R, OWNED)
+    tl.store(owners + at, owner, mask=at < number)
+    if OWNED:
+        tl.store(staged + at, _staged(slots, at, at < number, owner, room, rank, R), mask=at < number)
     own = at < tl.load(meta + 1).to(tl.int32)
     row = tl.load(place + at, mask=own, other=0)
     tl.store(targets + at, _owner(slots, row, own, R, OWNED), mask=at < capacity)

@@ -20,7 +20,7 @@ from . import exchange, sparse_index, tiling, validate
 from .context import DTYPES
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import kept, resolve
-from .sparse_index import HEAD
+from .sparse_index import HEAD, ROW, room
 
 NAME = "sparse_all_reduce"
 MODES = ("exact", "padded")
@@ -32,8 +32,8 @@ HOT, SUM_COLUMNS, SUM_SLOTS, SUM_PROGRAMS = kernels.HOT.value, 128, 256, 8
 OF_SUMS = Compiled(warps=2)
 #: Of the programs of a launch, the parts that push and that reduce; the others drain.
 PUSHERS, REDUCERS = 3 / 8, 1 / 4
-#: Rows of staging are of a multiple of so many elements, but where they are narrow; each rank's are a multiple of so many.
-ROW, NARROW = 16, 64
+#: Rows of staging are of a multiple of so many elements, but where they are narrow.
+WIDE, NARROW = 16, 64
 
 
 class Shapes(NamedTuple):
@@ -50,7 +50,7 @@ class Shapes(NamedTuple):
         columns = min(1 << (width - 1).bit_length(), COLUMNS)
         # of 64 columns a whole tile, with the pointers of 64 rows, spills registers
         rows = TILE // (2 * NARROW) if columns == NARROW else max(1, min(1024, TILE // columns))
-        pitch = width if width < NARROW else tiling.round_up(width, ROW)
+        pitch = width if width < NARROW else tiling.round_up(width, WIDE)
         return cls(pitch, rows, columns, max(CHUNK, rows), max(UNIT, rows))
 
 
@@ -79,7 +79,7 @@ class SparseAllReduceContext(EpochContext):
         self.rows, self.width, self.dtype, self.wire = rows, width, dtype, wire
         self.shapes, ranks = Shapes.of(width), control.size
         self.chunks = cdiv(self.rows, self.shapes.chunk)
-        staging = ranks * tiling.round_up(rows, ROW) * self.shapes.pitch * wire.itemsize
+        staging = ranks * room(rows) * self.shapes.pitch * wire.itemsize
         super().__init__(NAME, control, {"flags": 8 * 2 * ranks * self.chunks, "data": staging})
         self.maker = f"fluxlike.create_{NAME}_context"
         self.staging = self.data.view(wire)
@@ -211,7 +211,7 @@ class SparseAllReduceContext(EpochContext):
             self.plan(("sums", *[t.data_ptr() % 16 for t in summed]), lambda: self._prepared_sums(summed))[1](summed)
         else:
             sums = self._no_sums
-        tensors = [values, *entries, sums, table.targets, table.place, table.slots, table.owners, table.meta, y]
+        tensors = [values, *entries, sums, table.targets, table.place, table.slots, table.owners, table.staged, table.meta, y]
         most = rows if padded else 0
         key = op, most, pending.capacity, owned, *[t.data_ptr() % 16 for t in tensors]
         self.plan(key, lambda: self._prepared(tensors, most, pending.capacity, op, owned))[1](tensors)
@@ -228,11 +228,10 @@ class SparseAllReduceContext(EpochContext):
         pushers = max(1, int(programs * PUSHERS))
         reducers = max(1, int(programs * REDUCERS)) if owned else 0
         shapes = self.shapes
-        room = tiling.round_up(capacity, ROW)
         constants: dict[str, Any] = dict(R=self.size, S=1 << (self.size - 1).bit_length(), D=self.width, PITCH=shapes.pitch)
         constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
         constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST)
-        args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room, self.rank, pushers, reducers)
+        args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room(capacity), self.rank, pushers, reducers)
         return self.prepare(kernels.sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 
     def drop(self) -> None:

@@ -14,12 +14,15 @@ from ..kernels import sparse_index as kernels
 from ..kernels.tiles import cdiv
 from .exchange import Compiled
 from .group import Prepared
+from .tiling import round_up
 
 if TYPE_CHECKING:
     from .group import GroupContext
 
 #: Words of a rank's message in front of its ids: their number, and none.
 HEAD = kernels.HEAD.value
+#: Each rank has a multiple of so many rows of staging.
+ROW = 16
 #: A multiple of which lists of entries have keys.
 ROOM = 256
 #: Keys of a block at least, and blocks of a list at most.
@@ -51,6 +54,8 @@ class Table(NamedTuple):
     place: torch.Tensor
     #: int32 [ranks · capacity].
     owners: torch.Tensor
+    #: int32 [ranks · capacity] where ids have owners.
+    staged: torch.Tensor
     #: int64 [3]: ids of the union, slots of this rank, the most distinct ids that any rank has.
     meta: torch.Tensor
 
@@ -62,6 +67,11 @@ def entries_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     for dim in range(1, len(dims)):
         ids = ids * dims[dim] + indices[dim]
     return ids, values.reshape(values.shape[0], math.prod(x.shape[x.sparse_dim() :])).contiguous(), math.prod(dims)
+
+
+def room(capacity: int) -> int:
+    """Rows of staging of each rank."""
+    return round_up(capacity, ROW)
 
 
 def key_dtype(rows: int) -> torch.dtype:
@@ -130,25 +140,20 @@ def table(ctx: "GroupContext", messages: torch.Tensor, owned: bool) -> Table:
     keys, entries = torch.sort(messages[:, HEAD:].reshape(-1), stable=True)
     block, programs, blocks = _blocks(number)
     words = lambda *shape: torch.empty(shape, dtype=torch.int32, device=messages.device)  # noqa: E731
-    counts, slots, targets, place, owners = (
-        words(2 * programs),
-        words(number, ranks),
-        words(capacity),
-        words(capacity),
-        words(number),
-    )
+    counts, slots, targets, place = words(2 * programs), words(number, ranks), words(capacity), words(capacity)
+    owners, staged = words(number), words(number if owned else 1)
     ids, meta = (torch.empty(n, dtype=torch.int64, device=messages.device) for n in (number, 3))
     tensors = (
         (keys, counts, slots, keys),
         (keys, entries, counts, messages, ids, slots, place, meta),
-        (slots, place, meta, owners, targets),
+        (slots, place, meta, owners, staged, targets),
     )
 
     def launches() -> list[Prepared]:
         kinds = (
             (kernels.sparse_index_count_kernel, (number, number * ranks, -1, 0), dict(END=end, B=block)),
             (kernels.sparse_index_rows_kernel, (number, capacity, ctx.rank), dict(R=ranks, END=end, B=block, BLOCKS=blocks)),
-            (kernels.sparse_index_owners_kernel, (number, capacity), dict(R=ranks, OWNED=owned, B=block)),
+            (kernels.sparse_index_owners_kernel, (number, capacity, room(capacity), ctx.rank), dict(R=ranks, OWNED=owned, B=block)),
         )
         return [
             ctx.prepare(kernel, programs, (*args, *sizes), constants, _COMPILED, tuple(range(len(args))))
@@ -157,4 +162,4 @@ def table(ctx: "GroupContext", messages: torch.Tensor, owned: bool) -> Table:
 
     for launch, args in zip(ctx.plan(("table", capacity, messages.dtype, owned), launches)[1], tensors, strict=True):
         launch(args)
-    return Table(ids, slots, targets, place, owners, meta)
+    return Table(ids, slots, targets, place, owners, staged, meta)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ..ops.sparse_index import HEAD, Local, Table
+from ..ops.sparse_index import HEAD, Local, Table, room
 
 
 def local(ids: torch.Tensor, capacity: int) -> Local:
@@ -54,4 +54,9 @@ def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
     counts = messages[:, 0].to(torch.int64)
     own = counts[rank : rank + 1].clamp_max(capacity)
     targets = owners[place[:capacity]]
-    return Table(ids, slots, targets, place, owners, torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)]))
+    read = has & (owners < 0)[:, None] | (torch.arange(ranks, device=device) == owners[:, None])
+    at = (torch.arange(ranks, device=device) * room(capacity) + slots[:rows]).to(torch.int32)
+    staged = torch.where(read, at, -1).amax(1)
+    staged = torch.where(owners == rank, -2, staged)
+    meta = torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)])
+    return Table(ids, slots, targets, place, owners, staged, meta)

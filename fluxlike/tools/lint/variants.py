@@ -21,7 +21,8 @@ CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
-#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
+#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, for words on sm_80, and for
+#: tiles of sparse rows.
 FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
@@ -219,7 +220,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
             "exchange_words_kernel": replace(spec, local=FEW),
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
             "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
-            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
+            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=3 * FEW),
             "sparse_sums_kernel": replace(spec, local=2 * FEW),
         }
         return of_blocks.get(launch.name, spec)
