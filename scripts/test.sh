@@ -86,7 +86,7 @@ if [ -n "$covered" ] && [ $# -eq 0 ]; then
   compiling="ptx choice lint tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
              public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
-  computing="interpreter interpreter_language ops all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential
+  computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential
              sparse_all_reduce sparse_index trace trees"
   trap 'kill "${lanes[@]}" 2>/dev/null || true' EXIT
   for names in "$compiling" "$computing"; do

@@ -114,7 +114,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     else:
-        os.environ.setdefault("FLUXLIKE_TOPOLOGY", "nvswitch-2")
+        os.environ["FLUXLIKE_TOPOLOGY"] = os.environ.get("FLUXLIKE_TOPOLOGY") or "nvswitch-2"
     fluxlike.init(heap_bytes=64 << 20)
     device, nodes = world.current().device, env.virtual_nodes()
     watch_launches(world.current().executor)

@@ -1,5 +1,5 @@
 """Choices without a rank: candidates, the model against what was measured, the shipped tables. `test_tune` has the files and the
-tool, `test_ops` what any candidate computes."""
+tool, `test_calls` what any candidate computes."""
 
 import json
 from dataclasses import replace

@@ -402,6 +402,7 @@ def test_ctrl_c_when_the_first_program_is_done(polite):
     with pytest.raises(KeyboardInterrupt):
         run(kernel, 3, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), polite)
     assert time.perf_counter() - start < 2
+    timer.join()
     assert threading.active_count() == 1
 
 

@@ -35,7 +35,8 @@ OPS, SCHEDULES = ("gemm_rs", "ag_gemm"), ("flat", "hierarchical")
 #: Of the rate of a copy, what NCCL's collectives reach, and seconds of one without bytes. By hand to torch − gemm of the records.
 COLLECTIVE, COLLECTIVE_START = 0.75, 30e-6
 #: Seconds of a copy_engine call beside its tiles and copies. gemm_rs: less than `cost.COPIES`, where that has the signals, which
-#: are simulated here, each given a tile late; by hand to the records.
+#: are simulated here, each given a tile late, as it was when the records were made (`kernels.gemm_rs` gives them sooner since); by
+#: hand to the records.
 SIDE_STREAM = {"gemm_rs": 30e-6, "ag_gemm": cost.COPIES}
 #: Bytes of an element of bf16, and of a float of a sum.
 ITEM, FLOAT = 2, 4
@@ -200,7 +201,7 @@ class Programs:
 
     def _computed(self, at: int) -> None:
         tile = self.tiles[at]
-        if tile.gives is not None and at >= self.programs:  # gemm_rs gives the signal of a tile behind the next one's products
+        if tile.gives is not None and at >= self.programs:  # gemm_rs gave the signal of a tile behind the next one's products
             _give(self.tiles[at - self.programs])
         if tile.behind is None:
             self._end(at)
