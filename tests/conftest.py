@@ -1,5 +1,6 @@
 """What all test files share: which tests can run here, the same seed for each, one voice under torchrun."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -16,6 +17,12 @@ WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tab
 WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
 
 
+#: Seconds that a test may take under torchrun, many times what the slowest take: waits that are not ours, as NCCL's, have no limit.
+#: pytest-timeout could not end them, and need not be there.
+LIMIT_S = 240
+STDERR = pytest.StashKey[int]()
+
+
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="I/N", help="of the tests, every Nth from the Ith on, counted from 0")
 
@@ -28,6 +35,7 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # not captured yet
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background: no Ctrl-C would arrive
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.TORCHRUN_RANK > 0:
@@ -35,6 +43,18 @@ def pytest_configure(config):
         loud = config.pluginmanager.unregister(name="terminalreporter")
         quiet = type(loud)(config, open(os.devnull, "w"))  # noqa: SIM115
         config.pluginmanager.register(quiet, "terminalreporter")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Ends a rank whose test hangs, and says where it stands; torchrun ends the others."""
+    if not ranks.TORCHRUN:
+        return (yield)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_runtest_logreport(report):
