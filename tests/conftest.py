@@ -16,11 +16,9 @@ WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "inter
 WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
 WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
 
-
-#: Seconds that a test may take under torchrun, many times what the slowest take: waits that are not ours, as NCCL's, have no limit.
-#: pytest-timeout could not end them, and need not be there.
+#: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
+#: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.
 LIMIT_S = 240
-STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser):
@@ -35,7 +33,7 @@ def pytest_ignore_collect(collection_path):
 
 @pytest.hookimpl(trylast=True)  # the reporter is registered by then
 def pytest_configure(config):
-    config.stash[STDERR] = os.dup(2)  # not captured yet
+    ranks.STDERR = os.dup(2)  # not captured yet
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background: no Ctrl-C would arrive
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.TORCHRUN_RANK > 0:
@@ -46,11 +44,11 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
+def pytest_runtest_protocol():
     """Ends a rank whose test hangs, and says where it stands; torchrun ends the others."""
     if not ranks.TORCHRUN:
         return (yield)
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=item.config.stash[STDERR])
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=ranks.STDERR)
     try:
         return (yield)
     finally:

@@ -26,7 +26,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -48,6 +47,8 @@ POOL_SIZE = 4
 #: The world of torchrun itself, where it is larger than the worlds that every test runs on.
 LARGE_WORLDS = (int(os.environ["WORLD_SIZE"]),) if TORCHRUN and int(os.environ["WORLD_SIZE"]) > POOL_SIZE else ()
 HEAP_BYTES = 256 << 20
+#: Where a rank speaks while pytest captures what it prints; conftest has one made before.
+STDERR = 2
 #: Seconds that a wait of a rank may last in these tests, unless the environment or the test says otherwise.
 TIMEOUT_S = "60"
 #: Seconds that the other ranks get to end by themselves after one has failed.
@@ -329,7 +330,7 @@ class _Torchrun:
         if self.rank < world:
             mine = _attempt(self.rank, body, self.groups[world], kwargs)
             if not mine.ok:  # now: the others may wait for this rank in what has no limit, as NCCL
-                print(mine, file=sys.__stderr__, flush=True)
+                os.write(STDERR, f"{mine}\n".encode())
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.exchange)
         if not all(outcome.ok for outcome in outcomes):

@@ -116,7 +116,7 @@ def main() -> None:
     else:
         os.environ["FLUXLIKE_TOPOLOGY"] = os.environ.get("FLUXLIKE_TOPOLOGY") or "nvswitch-2"
     fluxlike.init(heap_bytes=64 << 20)
-    device, nodes = world.current().device, env.virtual_nodes()
+    device, heap, nodes = world.current().device, world.current().executor.name, env.virtual_nodes()
     watch_launches(world.current().executor)
     wanted = BETWEEN_NODES if nodes > 1 else every_kernel() - BETWEEN_NODES
     if nodes == 1:
@@ -128,7 +128,7 @@ def main() -> None:
         products(rank, ranks, device, schedule)
     fluxlike.finalize()
     assert wanted <= launched, f"not launched: {sorted(wanted - launched)}"
-    print(f"rank {rank}: sanitizer case passed, {len(launched)} kernels", flush=True)
+    print(f"rank {rank}: sanitizer case passed, {len(launched)} kernels on heap {heap}", flush=True)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def add_partials(
     return acc
 
 
-#: Steps of a main loop, 0.4 to 0.8 µs each, in which the store of a tile to this GPU's memory is complete.
+#: Steps of a main loop in which the store of a tile to this GPU's memory is expected to complete; the publication waits for it.
 PUBLISH_AFTER = tl.constexpr(6)
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]

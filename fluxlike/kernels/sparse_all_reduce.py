@@ -23,8 +23,7 @@ reduce   OWNED only: an id that c ≥ 2 ranks have is owned by one of those, by 
          waits for the rows of the others (A), adds them, stores the result into y and into its own staging at the peers; then
          sets the chunk's second flag there (B).
 drain    takes units of U union rows: waits for all chunks that they need (A, B), adds the rows of all ranks, and stores to y. With
-         OWNED each row of y is one row of staging, so it is copied, by asynchronous loads of which several are under way: ptxas
-         puts loads of all ranks under masks one behind the other.
+         OWNED each row of y is one row of staging, so it is copied, by asynchronous loads of which several are under way.
 
 Without OWNED every rank adds all rows itself: c rows travel to R - 1 ranks. With it c - 1 travel to the owner and R - 1 away, so
 no value crosses the wire more than once to an owner and once back, and an id of one rank goes to each other once, as it must.
@@ -274,32 +273,31 @@ def _drain(
     source_rows = room.to(tl.int64) * PITCH
     for unit in range(program, tl.cdiv(rows, U), drainers):
         row = unit * U + tl.arange(0, U)
+        owner = tl.load(owners + row, mask=row < union, other=-1)
         for peer in range(R):
-            direct = tl.load(slots + row * R + peer, mask=row < union, other=-1)
-            if OWNED:
-                owner = tl.load(owners + row, mask=row < union, other=-1)
-                reduced = tl.where((owner == peer) & (owner != rank), direct, -1)
-                direct = tl.where(owner < 0, direct, -1)
+            slot = tl.load(slots + row * R + peer, mask=row < union, other=-1)
+            direct = tl.where(owner < 0, slot, -1)
             _wait_chunks(flags + peer * CHUNKS, direct, epoch, ctl, rank, WAIT_PARTIAL, peer, R, K)  # (A)
             if OWNED:
+                reduced = tl.where((owner == peer) & (owner != rank), slot, -1)
                 _wait_chunks(flags + (R + peer) * CHUNKS, reduced, epoch, ctl, rank, WAIT_RESULT, peer, R, K)  # (B)
         if OWNED:
             _copy_rows(y, staged, owners, staging, unit * U, union, rows, R, D, PITCH, U, BR, BC, OP)
         else:
             for tile in range(0, U, BR):
                 row_ = unit * U + tile + tl.arange(0, BR)
+                there = row_ < union
                 for column in range(0, D, BC):
                     columns = column + tl.arange(0, BC)
                     total = tl.zeros((BR, BC), tl.float32)
                     begun = row_ < 0
                     for source in tl.static_range(R):
-                        slot_ = tl.load(slots + row_ * R + source, mask=row_ < union, other=-1)
+                        slot_ = tl.load(slots + row_ * R + source, mask=there, other=-1)
                         total, begun = _add(total, begun, staging + source * source_rows, slot_, slot_ >= 0, columns, PITCH)
                     if OP == AVG:
                         total = total / R
-                    there = row_.to(tl.int64)[:, None] * D + columns[None, :]
-                    mask = (row_ < rows)[:, None] & (columns < D)[None, :]
-                    tl.store(y + there, total.to(y.dtype.element_ty), mask=mask)
+                    to = y + row_.to(tl.int64)[:, None] * D + columns[None, :]
+                    tl.store(to, total.to(y.dtype.element_ty), mask=_within((row_ < rows)[:, None], columns, D, BC))
 
 
 @triton.jit(do_not_specialize=["rows", "room", "rank", "pushers", "reducers"])

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..kernels.sparse_index import NONE, NOWHERE
 from ..ops.sparse_index import HEAD, Local, Table, room
 
 
@@ -56,7 +57,7 @@ def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
     targets = owners[place[:capacity]]
     read = has & (owners < 0)[:, None] | (torch.arange(ranks, device=device) == owners[:, None])
     at = (torch.arange(ranks, device=device) * room(capacity) + slots[:rows]).to(torch.int32)
-    staged = torch.where(read, at, -1).amax(1)
-    staged = torch.where(owners == rank, -2, staged)
+    staged = torch.where(read, at, NONE.value).amax(1)
+    staged = torch.where(owners == rank, NOWHERE.value, staged)
     meta = torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)])
     return Table(ids, slots, targets, place, owners, staged, meta)

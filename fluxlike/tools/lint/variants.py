@@ -20,12 +20,9 @@ from .rules import Finding, Spec, lint_built
 CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
-#: Spills that are allowed where ptxas keeps one program more on a multiprocessor instead: for whole blocks of bulk, which are 32
-#: bytes a thread, and 64 in fp32 as they are summed, for words, and for tiles of sparse rows.
+#: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
+#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
 FEW = 12
-#: So it does, with 128 registers, for plain multiply-adds, which Triton 3.6 gives 104 bytes of them on sm_80, and for some forms of
-#: stream_k. None is in a loop over K there: looked up in the machine code.
-FP32, STREAM_K = 5 * FEW, FEW // 2
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
@@ -219,10 +216,10 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
-            "exchange_words_kernel": replace(spec, local=2 * FEW),
+            "exchange_words_kernel": replace(spec, local=FEW),
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
             "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
-            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=3 * FEW),
+            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
             "sparse_sums_kernel": replace(spec, local=2 * FEW),
         }
         return of_blocks.get(launch.name, spec)
@@ -238,7 +235,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         loops=loops,
         mma=mma,
         buffers=ahead if tma or vec else 1,
-        local=FP32 if fp32 else STREAM_K if "stream_k" in launch.name else 0,
+        local=FEW if fp32 else 0,
         operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
     )
 
