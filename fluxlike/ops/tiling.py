@@ -26,6 +26,8 @@ SMALL_ROWS = 64
 #: Elements of a part of a tile, the largest that stream_k has, and rows of its blocks of the sum over ranks.
 PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
+#: ``maxnreg`` of a kernel with one program a multiprocessor, where ptxas would spill some to make room for a second.
+ALL_REGISTERS = 255
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 #: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.

@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Launch:
     """A kernel as one launch compiles it.
 
     ``signature``: argument → Triton's type; "constexpr" for those in ``constants``. ``aligned``: multiples of 16, as Triton
-    specialises. ``payload``, ``signals``, ``bases``: see `rules.Spec`.
+    specialises. ``payload``, ``signals``, ``bases``: see `rules.Spec`. ``options``: more for the compiler, as maxnreg=128.
     """
 
     kernel: Any
@@ -37,6 +37,7 @@ class Launch:
     payload: tuple[str, ...] = ()
     signals: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
+    options: dict[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -45,7 +46,8 @@ class Launch:
     @property
     def key(self) -> tuple:
         """Equal for launches that compile to the same."""
-        return (self.name, *map(repr, (self.signature, self.constants, sorted(self.aligned), self.warps, self.stages)))
+        made = (self.signature, self.constants, sorted(self.aligned), self.warps, self.stages, self.options)
+        return (self.name, *map(repr, made))
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, s
     ``contexts``: of `ops.group`; an argument in a context's heap block is payload or a signal, its control block has the bases.
     """
     signature, fixed, aligned = {}, dict(constants), set()
+    options = {name: fixed.pop(name) for name in constants if name not in kernel.arg_names}
     roles: dict[str, list[str]] = {"payload": [], "signals": [], "bases": []}
     for parameter, value in zip(kernel.params, args, strict=False):
         name = parameter.name
@@ -85,7 +88,8 @@ def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, s
         if role:
             roles[role].append(name)
     full = {name: "constexpr" if name in fixed else signature[name] for name in kernel.arg_names}
-    return Launch(kernel, full, fixed, frozenset(aligned), warps, stages, **{role: tuple(names) for role, names in roles.items()})
+    known = {role: tuple(names) for role, names in roles.items()}
+    return Launch(kernel, full, fixed, frozenset(aligned), warps, stages, **known, options=options)
 
 
 def _type_of(value: Any) -> str:
@@ -125,7 +129,7 @@ def _inside(tensor: torch.Tensor, region: torch.Tensor) -> bool:
 
 
 def build(launch: Launch, capability: int, **options: Any) -> Built:
-    """Compile for compute capability ``capability`` (90 for 9.0). ``options``: more of Triton's, as maxnreg=128."""
+    """Compile for compute capability ``capability`` (90 for 9.0). ``options``: in front of the launch's own."""
     names = launch.kernel.arg_names
     source = ASTSource(
         fn=launch.kernel,
@@ -133,7 +137,7 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
         constexprs={(names.index(name),): value for name, value in launch.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
-    options = {"num_warps": launch.warps, "num_stages": launch.stages, **options}
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **launch.options, **options}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
