@@ -11,6 +11,7 @@ remove     the statement, or the instruction of the assembly; a condition become
 sem=…      every weaker memory order: acq_rel → acquire, release, relaxed; acquire or release → relaxed
 scope=…    the next narrower scope: sys → gpu → cta; in assembly as well
 ±1         what is added, set or waited for is off by one
+bare       a number as each thread has it, in place of the one that all threads agree on
 early      a signal in front of the stores that it announces; memory emptied before all words have come
 late       a wait behind the statement that relies on it
 swap       two jobs of the copy engine in the other order
@@ -196,6 +197,9 @@ class _KernelMutations(_Mutations):
                     self.put(function, what, f"{parameter}{kind}", call, edit)
         if (text := assembly_of(call)) is not None:
             self._instructions(function, call, text)
+        last = device_functions()[what][1].body[-1] if what in device_functions() else None
+        if isinstance(last, ast.Return) and assembly_of(last.value) is not None and call.args:
+            self.put(function, what, "bare", call, self.source.replace(call, f"({self.source.segment(call.args[0])})"))
 
     def _instructions(self, function: str, call: ast.Call, text: ast.Constant) -> None:
         parts = text.value.split(";")

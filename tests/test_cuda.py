@@ -200,6 +200,50 @@ def test_absent_rank(op, schedule, silent):
     run_ranks(absent_rank, 2, schedule=schedule, op=op, silent=silent)
 
 
+def every_program_gives_up(group, op, schedule, rounds):
+    """The last rank does not come to a call in which every program of the others has to wait for it; what ends them differs.
+
+    In odd rounds the limit, in even ones the other rank, which closes the context: words and clocks are read by each thread, and
+    each round is another chance for threads of one program to see them differ.
+    """
+    m, n, k = 4096, 4096, 256
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    x, w, _ = (
+        RSCase(m, n, [k] * size, torch.bfloat16, 1) if op == "gemm_rs" else AGCase(m, [n] * size, k, torch.bfloat16, 1)
+    ).inputs(rank)
+    call, before = getattr(fluxlike, op), os.environ["FLUXLIKE_TIMEOUT_S"]
+    for turn in range(rounds):
+        silent = turn % 2 == 1
+        os.environ["FLUXLIKE_TIMEOUT_S"] = "1" if silent else "60"
+        try:
+            ctx, other = contexts(group, schedule, m, n, k)
+        finally:
+            os.environ["FLUXLIKE_TIMEOUT_S"] = before
+        ctx, other = (ctx, other) if op == "gemm_rs" else (other, ctx)
+        call(x, w, ctx)
+        ctx.check()
+        since = time.monotonic()
+        if rank < size - 1:
+            call(x, w, ctx)
+            with pytest.raises(fluxlike.PeerTimeout if silent else ValueError, match=op):
+                ctx.check()
+            ctx.close()
+        else:
+            time.sleep(2 if silent else 0.2)
+            with pytest.raises(ValueError, match="closing context"):
+                ctx.close()
+        other.close()
+        assert time.monotonic() - since < 20
+    return rounds
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
+def test_every_program_gives_up(op, schedule):
+    run_ranks(every_program_gives_up, 2, op=op, schedule=schedule, rounds=8)
+
+
 def large(group, op, schedule, m, n, k):
     """Sampled rows against float64, where x, the gathered input, the slots or the result hold more than 2**31 elements."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

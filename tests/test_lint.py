@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fluxlike.kernels.lang import cta_barrier, drain_stores, tma_acquire
+from fluxlike.kernels.lang import any_thread, cta_barrier, drain_stores, globaltimer, tma_acquire
 from fluxlike.kernels.sync import publish_set
 from fluxlike.tools import lint
 from fluxlike.tools.lint import rules
@@ -61,6 +61,8 @@ TMA_LOAD = "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_t
 PEER = "ld.global.b64 %rd10, [%rd3];\n@%p1 atom.global.sys.relaxed.exch.b32 %r6, [%rd10], 1;\n"
 #: A wait with its loop: thread 0 looks, all learn, the clock is read.
 WAIT = f"{ACQUIRE}{BARRIER}$L__BB0_8:\nmov.u64 %rd8, %globaltimer;\n{ACQUIRE}{BARRIER}@%p2 bra $L__BB0_8;\n"
+#: Whether the clock stands beyond something, as each thread sees it.
+CLOCK = "mov.u64 %rd8, %globaltimer;\nsetp.gt.s64 %p6, %rd8, 0;\n"
 #: Only with tiles (n > 0) is there a wait, and a load.
 IF_TILES = "setp.lt.s32 %p3, %r4, 1;\nsetp.gt.s32 %p4, %r4, 0;\n@%p3 bra $L__BB0_9;\n"
 
@@ -97,6 +99,18 @@ GOOD = {
     "what nobody sends": "ld.global.b32 %r5, [%rd3];\n" + WAIT,
     "a kernel that does not wait": LOAD,
     "a peer's word": PEER,
+    "the clock, no barrier before all meet again": (
+        CLOCK + "@%p6 bra $L__BB0_9;\nadd.s32 %r20, %r4, 1;\n$L__BB0_9:\n" + BARRIER
+    ),
+    "the clock of one, told to all": (
+        CLOCK.replace("mov", "@%p1 mov") + "@%p1 st.shared.b64 [%r21], %rd8;\n" + BARRIER
+        + "ld.shared.b64 %rd9, [%r21];\nsetp.gt.s64 %p7, %rd9, 0;\n@%p7 bra $L__BB0_9;\n" + BARRIER + "$L__BB0_9:\n"
+    ),
+    "the clocks of all, told to all": (
+        CLOCK + "selp.s32 %r20, 1, 0, %p6;\n{ .reg .pred p; setp.ne.s32 p, %r20, 0; bar.red.or.pred p, 0, p; "
+        + "selp.s32 %r21, 1, 0, p; }\n"
+        + "setp.ne.s32 %p7, %r21, 0;\n@%p7 bra $L__BB0_9;\n" + BARRIER + "$L__BB0_9:\n"
+    ),
     "a word of this gpu": "@%p1 atom.global.gpu.relaxed.exch.b32 %r6, [%rd3], 1;\n",
 }  # fmt: skip
 
@@ -148,8 +162,35 @@ BAD = {
     "a peer's word, of the gpu only": (PEER.replace("sys", "gpu"), "signal"),
     "a word of one program": ("@%p1 atom.global.cta.relaxed.exch.b32 %r6, [%rd3], 1;\n", "signal"),
     "volatile wait": ("ld.volatile.global.b32 %r7, [%rd2];\n", "signal"),
+    "a barrier by the clock": (CLOCK + "@%p6 bra $L__BB0_9;\n" + BARRIER + "$L__BB0_9:\n", "parted"),
+    "a barrier by what a word became": (
+        "ld.volatile.global.b32 %r20, [%rd3];\nadd.s32 %r21, %r20, 1;\nsetp.ne.s32 %p6, %r21, 0;\n@!%p6 bra $L__BB0_9;\n"
+        + BARRIER
+        + "$L__BB0_9:\n",
+        "parted",
+    ),
+    "a loop with a barrier, by the clock": ("$L__BB0_1:\n" + BARRIER + CLOCK + "@%p6 bra $L__BB0_1;\n", "parted"),
+    "a barrier by an atomic of each thread": (
+        "atom.global.gpu.relaxed.add.u32 %r20, [%rd3], 1;\nsetp.ne.s32 %p6, %r20, 0;\n@%p6 bra $L__BB0_9;\n"
+        + BARRIER
+        + "$L__BB0_9:\n",
+        "parted",
+    ),
+    "the clock in a register of the assembly": (
+        CLOCK
+        + "selp.s32 %r20, 1, 0, %p6;\n{ .reg .pred p; setp.ne.s32 p, %r20, 0; selp.s32 %r21, 1, 0, p; }\n"
+        + "setp.ne.s32 %p7, %r21, 0;\n@%p7 bra $L__BB0_9;\n"
+        + BARRIER
+        + "$L__BB0_9:\n",
+        "parted",
+    ),
     "endless": (WAIT.replace("mov.u64 %rd8, %globaltimer;\n", ""), "bounded"),
 }
+
+
+def test_the_threads_of_one_warp_read_together() -> None:
+    text = HEAD.replace("128\n{", "32\n{") + BAD["a barrier by the clock"][0] + "ret;\n}\n"
+    assert rules.lint(Ptx(text, NAMES), SPEC) == []
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -238,6 +279,18 @@ def volatile_wait(slots, flag, other, FIXED: tl.constexpr):
 
 
 @triton.jit
+def late_sum(slots, other, FIXED: tl.constexpr):
+    """A sum over all threads, or not, by what each of them sees on the clock."""
+    late = globaltimer() > 1000
+    if FIXED:
+        late = any_thread(late) != 0
+    total = tl.zeros((), tl.float32)
+    if late:
+        total = tl.sum(tl.load(slots + tl.arange(0, 1024)).to(tl.float32))
+    tl.store(other, total.to(tl.bfloat16))
+
+
+@triton.jit
 def peer_store(slots, shift, FIXED: tl.constexpr):
     """A peer's address is computed from numbers that were loaded: nothing says that it is aligned."""
     there = (slots.to(tl.int64, bitcast=True) + tl.load(shift)).to(slots.dtype, bitcast=True)
@@ -299,6 +352,7 @@ def findings(kernel, fixed: bool, warps: int = 4, stages: int = 1, spec: Spec = 
         (tma_signal, "release", (3, 8)),  # 3.8 waits for the whole of a TMA store
         (tma_wait, "acquire", None),
         (volatile_wait, "signal", None),
+        (late_sum, "parted", None),
     ],
 )
 def test_tiny_kernels(kernel, rule: str, until: tuple[int, int] | None) -> None:

@@ -67,6 +67,19 @@ def globaltimer():
 
 
 @triton.jit
+def any_thread(condition):
+    """1 for all threads of the program if ``condition``, a scalar, is not 0 for one of them, else 0. A barrier. GPU only.
+
+    Each thread computes scalars for itself. Where they come from the clock, or from a word that others write meanwhile, warps may
+    differ, and those that then branch differently meet the wrong barriers: the program hangs, or takes one result for another.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; bar.red.or.pred p, 0, p; selp.s32 $0, 1, 0, p; }",
+        "=r,r", [condition.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def cta_barrier():
     """Barrier of the program's threads, as inline assembly.
 

@@ -31,7 +31,7 @@ Memory order, each edge once:
 import triton
 import triton.language as tl
 
-from .lang import cta_barrier, drain_stores, globaltimer, is_interp, spin
+from .lang import any_thread, cta_barrier, drain_stores, globaltimer, is_interp, spin
 
 EPOCH = tl.constexpr(0)
 LAST_USE = tl.constexpr(1)
@@ -113,8 +113,8 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
     """Spin until ``*signal >= want``; acquire at system scope. ``want = 0`` never waits.
 
     Bounded: after TIMEOUT, or at once when this or another rank has given up, the failure is recorded and the kernel runs
-    on with whatever data is there; the host raises. Written as a loop without a branch around it, because an ``if`` in front
-    of the spin slowed the pipelined loop of the prototypes.
+    on with whatever data is there; the host raises. All threads give up in the same turn (`any_thread`). Written as a loop
+    without a branch around it, because an ``if`` in front of the spin slowed the pipelined loop of the prototypes.
     """
     want = (want + tl.zeros((), tl.int64)).to(tl.int64)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
@@ -131,7 +131,7 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
             since = tl.where(since == 0, now, since)
             aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
             failed = tl.load(ctl + FAILED, volatile=True) != 0
-            late = aborted | failed | (now - since > tl.load(ctl + TIMEOUT))
+            late = any_thread(aborted | failed | (now - since > tl.load(ctl + TIMEOUT))) != 0
             if late:
                 _give_up(ctl, rank, what, peer, want, seen, R)
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)

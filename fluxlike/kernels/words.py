@@ -13,7 +13,7 @@ Under the interpreter words are exchanged by relaxed atomics, block by block, so
 import triton
 import triton.language as tl
 
-from .lang import globaltimer, is_interp, spin
+from .lang import any_thread, globaltimer, is_interp, spin
 from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
 
 EMPTY = tl.constexpr(-1)
@@ -68,7 +68,7 @@ def has_failed(since, ctl, rank):
     """Whether a wait that began at ``since`` must end: it has run out, or this or another rank has given up. GPU only."""
     aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
     failed = tl.load(ctl + FAILED, volatile=True) != 0
-    return aborted | failed | (globaltimer() - since > tl.load(ctl + TIMEOUT))
+    return any_thread(aborted | failed | (globaltimer() - since > tl.load(ctl + TIMEOUT))) != 0
 
 
 @triton.jit

@@ -19,7 +19,9 @@ _FLOATS = re.compile(r"\.(f16|bf16|f32|f64|f16x2|bf16x2|f32x2)$")
 _PLACE = re.compile(r"([\w.-]+\.py):(\d+)(?::\d+)?")
 _LOC = re.compile(r"\.loc\s+(\d+) (\d+) \d+(?:, function_name \S+, inlined_at (\d+) (\d+) \d+)?(?:\s*// (.*))?")
 #: Operations without a result: their first operand is read.
-_NO_RESULT = re.compile(r"(st|red|bar|barrier|cp|fence|bra|brx|ret|mbarrier\.(init|inval)|wgmma|tcgen05\.(st|mma|commit))\b")
+_NO_RESULT = re.compile(
+    r"(st|red|bar(rier)?(\.cta|\.warp)?\.(sync|arrive)|cp|fence|bra|brx|ret|mbarrier\.(init|inval)|wgmma|tcgen05\.(st|mma|commit))\b"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +164,7 @@ class Ptx:
         edges: list[tuple[list[str], set[str], list[str], bool]] = []
         for op in self.ops:
             if not _FLOATS.search(op.name) and (made := results(op)):
-                sources = _split(op.operands)[1]
+                sources = split(op.operands)[1]
                 loaded = bool(re.match(r"(ld|atom)\.", op.name)) and not op.name.startswith("ld.param")
                 edges.append((made, self._named(sources), REGISTER.findall(sources), loaded))
         origins: dict[str, set[str]] = {}
@@ -182,10 +184,14 @@ class Ptx:
 
 def results(op: Op) -> list[str]:
     """The registers that an operation writes."""
-    return [] if _NO_RESULT.match(op.name) else REGISTER.findall(_split(op.operands)[0])
+    return REGISTER.findall(split(op.operands)[0]) if has_result(op) else []
 
 
-def _split(operands: str) -> tuple[str, str]:
+def has_result(op: Op) -> bool:
+    return not _NO_RESULT.match(op.name)
+
+
+def split(operands: str) -> tuple[str, str]:
     """(result, what is read): the first operand, which may be a vector in braces, and the rest."""
     found = re.match(r"\s*(\{[^}]*\}|[^,]*)(.*)", operands, re.DOTALL)
     return (found.group(1), found.group(2)) if found else ("", operands)

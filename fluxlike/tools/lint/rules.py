@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from . import ttir
 from .compiling import Built
+from .parting import partings
 from .paths import NOTHING, Facts, Paths
 from .ptx import Op, Ptx
 
@@ -110,7 +111,7 @@ def mma_of(op: Op) -> str | None:
 
 def lint(ptx: Ptx, spec: Spec) -> list[Finding]:
     """All that can be said from the PTX alone; `lint_built` knows more."""
-    return [*releases(ptx, spec), *acquires(ptx, spec), *signals(ptx, spec), *bounded(ptx), *main_loops(ptx, spec)]
+    return [*releases(ptx, spec), *acquires(ptx, spec), *signals(ptx, spec), *bounded(ptx), *parted(ptx), *main_loops(ptx, spec)]
 
 
 def releases(ptx: Ptx, spec: Spec) -> list[Finding]:
@@ -257,6 +258,20 @@ def bounded(ptx: Ptx) -> list[Finding]:
                 _finding("bounded", first, "a signal that does not come is waited for for ever: use wait(…), which gives up")
             )
     return found
+
+
+def parted(ptx: Ptx) -> list[Finding]:
+    """Rule "parted": no branch in front of a barrier is on what the warps of a program may see differently."""
+    return [
+        _finding("parted", branch, _PARTED.format(name=cause.name, at=_at(cause), there=_at(barrier)))
+        for branch, cause, barrier in partings(ptx, lambda op: is_barrier(op, ptx.threads))
+    ]
+
+
+_PARTED = (
+    "this branch is on what each thread has for itself from {name} at {at}; warps that go different ways come to other barriers "
+    "(one is at {there}), and the program may hang: let all threads have one answer, by lang.any_thread(…) or an atomic"
+)
 
 
 def main_loops(ptx: Ptx, spec: Spec) -> list[Finding]:

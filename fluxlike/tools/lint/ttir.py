@@ -36,7 +36,7 @@ def _kind(line: str) -> str | None:
         return _KINDS[atomic.group(1)]
     if re.search(r"\btt\.load\b.*isVolatile = true", line):
         return "volatile load"
-    assembly = re.search(r'\btt\.elementwise_inline_asm "\W*(@\S+\s+)?([a-z][\w.:]*).*pure = false', line)
+    assembly = re.search(r'\btt\.elementwise_inline_asm "\W*(?:\.?reg [^;]*;\W*)*(@\S+\s+)?([a-z][\w.:]*).*pure = false', line)
     return f"asm {assembly.group(2)}" if assembly else None
 
 
