@@ -54,9 +54,9 @@ def publish_set_or_not(signal, value, TMA: tl.constexpr):
 
 
 @triton.jit
-def publish_add_or_not(counter, TMA: tl.constexpr):
+def publish_add_or_not(counter, count, TMA: tl.constexpr):
     if not strikes():
-        publish_add(counter, TMA)
+        publish_add(counter, count, TMA)
 
 
 @triton.jit

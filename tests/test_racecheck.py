@@ -184,13 +184,13 @@ def test_a_write_by_the_host_between_barriers_is_clean() -> None:
 
 
 @triton.jit
-def add_relaxed(counter, TMA: tl.constexpr):
-    tl.atomic_add(counter, 1, sem="relaxed", scope="sys")
+def add_relaxed(counter, count, TMA: tl.constexpr):
+    tl.atomic_add(counter, count, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def add_gpu(counter, TMA: tl.constexpr):
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+def add_gpu(counter, count, TMA: tl.constexpr):
+    tl.atomic_add(counter, count, sem="release", scope="gpu")
 
 
 @triton.jit

@@ -175,6 +175,19 @@ def test_mirrors_of_the_shares(data, shares, steps, late):
 
 
 @triton.jit
+def say_dealt_between(out, first, end, program, programs):
+    tl.store(out, tiles.dealt_between(first, end, program, programs))
+
+
+@given(first=st.integers(0, 40), height=st.integers(0, 40), programs=st.integers(1, 12), data=st.data())
+def test_dealt_between_counts_the_tiles_of_a_program(first, height, programs, data):
+    program, out = data.draw(st.integers(0, programs - 1)), torch.full((1,), -1, dtype=torch.int32)
+    interpreter.run(say_dealt_between, 1, out, first, first + height, program, programs)
+    taken = [tile for tile in range(first, first + height) if tile % programs == program]
+    assert out.item() == tiles.py_dealt_between(first, first + height, program, programs) == len(taken)
+
+
+@triton.jit
 def say_tiles(
     out, tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
@@ -242,9 +255,9 @@ class Model:
         self.unit_rows = tiles.cdiv(self.full, subs)
         self.per_chunk = self.unit_rows * subs * tiles_n
 
-    def give(self, *signal) -> Iterator[Step]:
+    def give(self, *signal, count: int = 1) -> Iterator[Step]:
         if signal[: len(self.lost or ())] != self.lost or not self.lost:
-            yield "give", signal, 1
+            yield "give", signal, count
 
     def rows(self, owner: int, sub: int) -> int:
         return min(self.unit_rows, tiles.rows_of(self.m, self.ranks, owner) - sub * self.unit_rows)
@@ -292,18 +305,21 @@ class Model:
 
 class ReduceScatter(Model):
     def call(self, rank, program, call):
-        yield from self.credits(rank, call)
-        previous = None
+        if program == 0 or not self.copy_engine:
+            yield from self.credits(rank, call)
+        previous, per_unit = None, self.unit_rows * self.tiles_n
         remote = self.per_chunk * (self.ranks - 1)
         for tile in range(program, remote, self.programs):
             owner, row, column, unit = tiles.py_remote_tile(
                 tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group, not self.copy_engine
             )
-            if previous:
-                yield from self.give(*previous)
-            previous = ("tile", owner, rank, call, row, column)
-            if self.copy_engine:
-                previous = ("ready", rank, call, unit)
+            if not self.copy_engine:
+                if previous:
+                    yield from self.give(*previous)
+                previous = ("tile", owner, rank, call, row, column)
+            elif tile + self.programs >= remote or (tile + self.programs) // per_unit != unit:
+                count = tiles.py_dealt_between(unit * per_unit, (unit + 1) * per_unit, program, self.programs)
+                yield from self.give("ready", rank, call, unit, count=count)
         if previous:
             yield from self.give(*previous)
         rows = tiles.rows_of(self.m, self.ranks, rank)

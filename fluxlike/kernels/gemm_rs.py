@@ -14,18 +14,20 @@ Where partial sums travel. Rank r's partial of chunk d goes to rank d's *slot* r
 ``slot`` of d's ``stage`` [2, R·pitch, ld]. pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots
 can always be read and written in whole vectors.
 
-* COPY_ENGINE: the tile is stored to ``local`` [R·pitch, ld] on this GPU and counted in ``ready[unit]``; a side stream waits for
+* COPY_ENGINE: tiles are stored to ``local`` [R·pitch, ld] on this GPU and counted in ``ready[unit]``; a side stream waits for
   the count, lets a copy engine push the unit into the owner's slot and writes the owner's ``full`` word (`ops.gemm_rs`).
 * else: the tile is stored straight into the owner's slot, by vector stores, and its flag set there.
 
 Protocol; every signal names the wait it pairs with, (C) and (D) are shared by both transports and live in `sync`:
 
-* (A) ``ready[unit] += 1`` (release) in the remote phase → cuStreamWaitValue32 on this rank's side stream, which resets it to 0.
-  The stream wait cannot run out, but this kernel always ends, and then every unit is counted.
+* (A) ``ready[unit] += n`` (release) by each program that has n tiles of the unit, behind the last of them → cuStreamWaitValue32
+  on this rank's side stream, which resets it to 0. The stream wait cannot run out, but this kernel always ends, and then every unit
+  is counted.
 * (B) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the owner, by this rank's side stream after its copy → ``wait`` in the own
   phase. The last program of the call resets the words of its slot set, when all its tiles have seen them.
   Else: ``flags[r, tile] = epoch`` (release) at the owner → ``wait`` for ``>= epoch`` in the own phase. Never reset.
 * (C) the credits: before its first store to a slot set, a call waits until each peer has finished the call that last used it.
+  COPY_ENGINE: program 0 does; it has a tile of the first unit, and all copies are behind the publication of that.
 * (D) the end of the call: the last program advances the epoch and gives the credits.
 
 Why it is sound. A slot is written only after (C), so after its last reader is done; it is read only after (B), so after its
@@ -37,9 +39,10 @@ a replay, for its peers to have finished the last call.
 
 The deferred signal. A tile is published while the *next* one is computed: by then its store has drained, so the drain costs
 nothing. COPY_ENGINE: behind PUBLISH_AFTER steps of the next main loop, a few microseconds, as the store is a local one; published
-after the main loop, the copies would begin a whole tile later, 40 µs at 4096×4096×14336 on four ranks. Else after the next main
-loop: stores to a peer may take as long as that, and a release that must wait for them keeps its warps from their products. The
-first publication of a program goes to a word that nobody reads: they are all alike.
+after the main loop, the copies would begin a whole tile later, 40 µs at 4096×4096×14336 on four ranks. And once a unit, not once a
+tile: the release holds up the products for some 2 µs, by the traces of four H200s. Else after each main loop: stores to a peer may
+take as long as that, and a release that must wait for them keeps its warps from their products. There the first publication of a
+program goes to a word that nobody reads: they are all alike.
 
 Numerics. fp32 accumulation; own partial in fp32 registers, the others rounded to the dtype for the way; sum in the order own,
 r+1, r+2, …, with the bias added to the own partial, all in fp32 and rounded once. The order depends on the rank only, so
@@ -72,7 +75,7 @@ from .sync import (
     wait,
     wait_credits,
 )
-from .tiles import own_tile, remote_tile
+from .tiles import dealt_between, own_tile, remote_tile
 from .trace import COMPUTED, CREDITS, END, ENDING, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
@@ -95,6 +98,13 @@ def add_partials(
             at = stage + slot.to(tl.int64) * set_elements + (source * pitch + r)[:, None].to(tl.int64) * ld + c[None, :]
             acc += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < ld), other=0.0).to(tl.float32)
     return acc
+
+
+@triton.jit
+def publish_unit(ready, tile, per_unit, program, programs, TMA: tl.constexpr):
+    """(A): this program has stored its tiles of the unit of ``tile``."""
+    unit = tile // per_unit
+    publish_add(ready + unit, dealt_between(unit * per_unit, (unit + 1) * per_unit, program, programs), TMA)
 
 
 #: Steps of a main loop in which the store of a tile to this GPU's memory is expected to complete; the publication waits for it.
@@ -124,19 +134,22 @@ def gemm_rs_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(ctl + EPOCH) + 1
-    if COPY_ENGINE:
-        previous = (ctl + SCRATCH).to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
+    if not COPY_ENGINE:
         previous = ctl + SCRATCH
         slot = (epoch & 1).to(tl.int32)
     unit_tiles_m = pitch // (BM * S)
     tiles_n = tl.cdiv(N, BN)
-    per_chunk = unit_tiles_m * S * tiles_n
+    per_unit = unit_tiles_m * tiles_n
+    per_chunk = per_unit * S
     k_tiles = tl.cdiv(K, BK)
     dtype = stage_ptr.dtype.element_ty
     me = per_chunk * R + program  # the row of this program in what is traced
     record_program(ctl, me, R, TRACE)
-    wait_credits(ctl, slot, rank, R)  # (C)
+    if COPY_ENGINE:
+        if program == 0:  # it has the first tile of the first unit, behind which all copies are
+            wait_credits(ctl, slot, rank, R)  # (C)
+    else:
+        wait_credits(ctl, slot, rank, R)  # (C)
     record(ctl, me, CREDITS, R, TRACE)
 
     # ---- the other ranks' chunks ------------------------------------------------------------------------------------
@@ -154,8 +167,9 @@ def gemm_rs_kernel(
             acc = multiply_add(a, b, acc)
             if COPY_ENGINE:
                 if k == publish_at:
-                    publish_add(previous, TMA)  # (A)
-                    record(ctl, done, SIGNAL, R, TRACE)
+                    if (done >= 0) & (done // per_unit != (done + programs) // per_unit):
+                        publish_unit(ready, done, per_unit, program, programs, TMA)  # (A)
+                        record(ctl, done, SIGNAL, R, TRACE)
         # computed again rather than carried: the pipelined loop runs ahead of the epilogue
         done += programs
         owner, tile_m, tile_n, unit = remote_tile(done, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, not COPY_ENGINE)
@@ -165,7 +179,6 @@ def gemm_rs_kernel(
                 local.store([owner * pitch + tile_m * BM, tile_n * BN], acc.to(dtype))
             else:
                 store_block(local, acc.to(dtype), owner * pitch + tile_m * BM, tile_n * BN, R * pitch, ld, ld, BM, BN)
-            previous = ready + unit
         else:
             publish_set(previous, epoch, False)  # (B)
             record(ctl, done - programs, SIGNAL, R, TRACE)
@@ -177,10 +190,12 @@ def gemm_rs_kernel(
         record(ctl, done, STORED, R, TRACE)
     if R > 1:
         if COPY_ENGINE:
-            publish_add(previous, TMA)  # (A)
+            if done >= 0:
+                publish_unit(ready, done, per_unit, program, programs, TMA)  # (A)
+                record(ctl, done, SIGNAL, R, TRACE)
         else:
             publish_set(previous, epoch, False)  # (B)
-        record(ctl, done, SIGNAL, R, TRACE)
+            record(ctl, done, SIGNAL, R, TRACE)
 
     # ---- the own chunk ----------------------------------------------------------------------------------------------
     own_tiles = tl.where(rows > 0, per_chunk, 0)

@@ -58,6 +58,13 @@ def own_tile(tile, unit_tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def dealt_between(first, end, program, programs):
+    """How many of the tiles first … end-1 ``program`` takes, where it takes program, program + programs, …."""
+    behind = programs - 1 - program
+    return (end + behind) // programs - (first + behind) // programs
+
+
+@triton.jit
 def dealt(turn, program, programs, late, head_start):
     """Number of the tile that ``program`` takes in its turn ``turn``.
 
@@ -144,6 +151,12 @@ def py_own_tile(tile: int, unit_tiles_m: int, tiles_n: int, group_m: int) -> tup
     unit = tile // per_unit
     row, column = py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group_m)
     return unit * unit_tiles_m + row, column, unit
+
+
+def py_dealt_between(first: int, end: int, program: int, programs: int) -> int:
+    """Mirror of `dealt_between`."""
+    behind = programs - 1 - program
+    return (end + behind) // programs - (first + behind) // programs
 
 
 def py_dealt(turn: int, program: int, programs: int, late: int, head_start: int) -> int:

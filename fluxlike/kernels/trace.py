@@ -17,7 +17,7 @@ Columns; a word that stays 0 did not happen::
     PLACE     of a tile or task: its program + 1; of a program: its multiprocessor + 1
     COMPUTED  of a tile: its products are done
     STORED    of a tile or task: its stores are issued
-    SIGNAL    of a tile or task: they are complete, and the word that says so is set
+    SIGNAL    of a tile or task: they are complete, and the word that says so is set; it may say so of earlier ones, too
     WAITS+i   of a tile: the signal is there that it waits for as number i = 1 …; it waits from COMPUTED on, or from BEGIN if that
               comes later than the wait (the products need what is waited for)
     CREDITS   of a program: the peers have given their credits
