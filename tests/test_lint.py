@@ -316,6 +316,23 @@ def product(x, w, flag, other, M, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: 
 
 
 @triton.jit
+def biased(x, w, flag, other, M, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Without FIXED a branch changes the accumulator: ptxas then lets each product wait for the one before."""
+    for tile in tl.range(tl.program_id(0), M // BM, tl.num_programs(0), flatten=True):
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(K // BK):
+            acc = tl.dot(x.load([tile * BM, k * BK]), w.load([0, k * BK]).T, acc)
+        columns = tl.arange(0, BN)
+        if FIXED:
+            acc += tl.load(other + columns, mask=columns < M * K, other=0.0).to(tl.float32)[None, :]
+        else:
+            if tl.load(flag) != 0:
+                acc += tl.load(other + columns).to(tl.float32)[None, :]
+        at = other + (tile * BM + tl.arange(0, BM)[:, None]).to(tl.int64) * BN + columns[None, :]
+        tl.store(at, acc.to(tl.bfloat16))
+
+
+@triton.jit
 def specialised(slots, other, out, flag, M, N, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """On Hopper the warp specialisation deletes atomics and inline assembly behind the loop over K."""
     x = tl.make_tensor_descriptor(slots, [M, K], [K, 1], [BM, BK])
@@ -376,6 +393,12 @@ def test_a_debug_barrier_loses_the_pipeline() -> None:
     assert findings(product, True, 8, 3, spec, **TILE) == []
     lost = findings(product, False, 8, 3, spec, **TILE)
     assert "pipeline" in lost
+
+
+def test_a_branch_on_the_accumulator_serialises_the_products() -> None:
+    wide, spec = TILE | {"BN": 256}, Spec(mma="wgmma", loops=1, buffers=3)
+    assert findings(biased, True, 8, 3, spec, **wide) == []
+    assert findings(biased, False, 8, 3, spec, **wide) == ["pipeline"]
 
 
 def test_one_stage_is_no_pipeline() -> None:

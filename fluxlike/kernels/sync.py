@@ -215,17 +215,11 @@ def is_last_program(ctl, TMA: tl.constexpr):
 
 @triton.jit
 def finish(ctl, slot, rank, epoch, R: tl.constexpr):
-    """Close call ``epoch`` of this rank: by the last program only, after its last read. Gives the credits to the peers.
-
-    By one release: each would wait for the one before to arrive, and the call for all of them.
-    """
+    """Close call ``epoch`` of this rank: by the last program only, after its last read. Gives the credits to the peers."""
     tl.store(ctl + ARRIVED, 0)
     tl.store(ctl + LAST_USE + slot, epoch)
     tl.store(ctl + EPOCH, epoch)
     cta_barrier()
-    if R > 1:
-        peer = tl.arange(0, triton.next_power_of_2(R))
-        others = (peer != rank) & (peer < R)
-        heads = head_of(ctl, tl.where(others, peer, rank))
-        credits = tl.zeros_like(heads.to(tl.int64)) + epoch
-        tl.atomic_xchg(heads + CONSUMED + rank, credits, mask=others, sem="release", scope="sys")
+    for step in tl.static_range(1, R):
+        peer = (rank + step) % R
+        tl.atomic_xchg(head_of(ctl, peer) + CONSUMED + rank, epoch, sem="release", scope="sys")

@@ -52,7 +52,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a launch. ``local``: instructions that load or store registers in local memory."""
+    """What came of a launch. ``local``: instructions that load or store registers in local memory. ``serialised``: why ptxas lets
+    each of the asynchronous products wait for the one before; empty if it does not."""
 
     launch: Launch
     capability: int
@@ -63,6 +64,7 @@ class Built:
     registers: int
     stack: int
     local: int
+    serialised: str
 
 
 def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, stages: int, contexts: Iterable[Any] = ()) -> Launch:
@@ -145,10 +147,24 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
         local = len(re.findall(r"\b(?:LDL|STL)\b", _run("nvdisasm", "-c", file.name))) if stack else 0
-    return Built(
-        launch, capability, made.asm["ptx"], made.asm["ttir"], made.asm["ttgir"], made.metadata.shared, registers, stack, local
-    )
+    ptx, shared = made.asm["ptx"], made.metadata.shared
+    why = _serialised(ptx, capability)
+    return Built(launch, capability, ptx, made.asm["ttir"], made.asm["ttgir"], shared, registers, stack, local, why)
+
+
+def _serialised(ptx: str, capability: int) -> str:
+    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and what it has cached it does not compile."""
+    if "wgmma.mma_async" not in ptx:
+        return ""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        said = _run("ptxas", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
+    found = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function", said)
+    return found.group(1) if found else ""
 
 
 def _run(tool: str, *arguments: str) -> str:
-    return subprocess.run([os.path.join(_TOOLS, tool), *arguments], capture_output=True, text=True, check=True).stdout
+    """What it says, errors behind the rest."""
+    done = subprocess.run([os.path.join(_TOOLS, tool), *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr

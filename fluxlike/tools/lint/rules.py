@@ -314,7 +314,15 @@ def lint_built(built: Built, spec: Spec) -> list[Finding]:
     found = [*lint(ptx, spec), *dropped(ptx, source), *counts(source, spec.counts)]
     if spec.vectors:
         found += narrow(ptx, spec, ttir.scalar_stores(built.ttir))
+    if built.serialised:
+        found.append(Finding("pipeline", 0, "", _SERIALISED.format(why=built.serialised)))
     return [*found, *offsets(built.ttir, spec), *buffers(built.ttgir, spec), *resources(built, spec)]
+
+
+_SERIALISED = (
+    "each product waits for the one before, which ptxas says is due to {why}. Known cause: a branch behind the loop over K that "
+    "changes the accumulator; use a mask or tl.where"
+)
 
 
 def dropped(ptx: Ptx, source: ttir.Effects) -> list[Finding]:

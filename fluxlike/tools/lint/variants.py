@@ -163,36 +163,35 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     peers, copies = given.get("R", 1) - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
-    given_back = int(peers > 0)  # the credits, to all at once
     owned = int(given.get("OWNED", False))
     readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits
-        "gemm_rs_kernel": (2 * peers, 2 + given_back, 1, 2),
+        "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
         # credits, parts, and partials with the own one; a part, a tile, and the credits
-        "gemm_rs_stream_k_kernel": (2 * peers + 2, 2 + given_back, 1, 1),
+        "gemm_rs_stream_k_kernel": (2 * peers + 2, 2 + peers, 1, 1),
         # credits, shards (the first, and more) and parts of other shards' tiles, parts of own ones; flags, parts, and the credits
-        "ag_gemm_stream_k_kernel": (peers + 4, peers + 3 + given_back, 2, 2),
+        "ag_gemm_stream_k_kernel": (peers + 4, 2 * peers + 3, 2, 2),
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
-        "ag_gemm_kernel": (peers + 2, 1 + given_back, 1, 2) if copies else (peers + 1, peers + given_back, 2, 2),
-        "ag_collect_kernel": (2 if copies else 1, given_back, 1, 0),
+        "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
+        "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
         # credits
         "decomposed_credits_kernel": (peers, 0, 0, 0),
         # a shard
         "ag_gemm_decomposed_arrived_kernel": (1, 0, 0, 0),
         # all shards; the credits
-        "ag_gemm_decomposed_end_kernel": (1, given_back, 1, 0),
+        "ag_gemm_decomposed_end_kernel": (1, peers, 1, 0),
         # partials; the credits
-        "gemm_rs_decomposed_sum_kernel": (peers, given_back, 1, 0),
+        "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
-        "exchange_words_kernel": (readers, given_back * rooted, rooted, 0),
+        "exchange_words_kernel": (readers, peers * rooted, rooted, 0),
         # parts and results of each, and such credits; each block is released once for all
         "exchange_bulk_kernel": (
             peers * scatter + owners * gather + readers,
-            scatter + gather + given_back * rooted,
+            scatter + gather + peers * rooted,
             rooted,
             0,
         ),
