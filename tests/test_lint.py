@@ -410,7 +410,7 @@ def test_a_tile_that_does_not_fit_in_registers() -> None:
     wide = TILE | {"BN": 256}
     spec = Spec(mma="wgmma", loops=1, buffers=3)
     assert findings(product, True, 8, 3, spec, **wide) == []
-    assert findings(product, True, 4, 3, spec, **wide) == ["spill"]
+    assert findings(product, True, 4, 3, spec, **wide) == ["pipeline", "spill"]  # ptxas says that registers are too few
 
 
 def test_warp_specialisation_drops_operations() -> None:

@@ -305,8 +305,7 @@ class Model:
 
 class ReduceScatter(Model):
     def call(self, rank, program, call):
-        if program == 0 or not self.copy_engine:
-            yield from self.credits(rank, call)
+        yield from self.credits(rank, call)
         previous, per_unit = None, self.unit_rows * self.tiles_n
         remote = self.per_chunk * (self.ranks - 1)
         for tile in range(program, remote, self.programs):

@@ -27,7 +27,6 @@ Protocol; every signal names the wait it pairs with, (C) and (D) are shared by b
   phase. The last program of the call resets the words of its slot set, when all its tiles have seen them.
   Else: ``flags[r, tile] = epoch`` (release) at the owner → ``wait`` for ``>= epoch`` in the own phase. Never reset.
 * (C) the credits: before its first store to a slot set, a call waits until each peer has finished the call that last used it.
-  COPY_ENGINE: program 0 does; it has a tile of the first unit, and all copies are behind the publication of that.
 * (D) the end of the call: the last program advances the epoch and gives the credits.
 
 Why it is sound. A slot is written only after (C), so after its last reader is done; it is read only after (B), so after its
@@ -145,11 +144,7 @@ def gemm_rs_kernel(
     dtype = stage_ptr.dtype.element_ty
     me = per_chunk * R + program  # the row of this program in what is traced
     record_program(ctl, me, R, TRACE)
-    if COPY_ENGINE:
-        if program == 0:  # it has the first tile of the first unit, behind which all copies are
-            wait_credits(ctl, slot, rank, R)  # (C)
-    else:
-        wait_credits(ctl, slot, rank, R)  # (C)
+    wait_credits(ctl, slot, rank, R)  # (C)
     record(ctl, me, CREDITS, R, TRACE)
 
     # ---- the other ranks' chunks ------------------------------------------------------------------------------------

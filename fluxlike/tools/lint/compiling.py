@@ -153,7 +153,7 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
 
 
 def _serialised(ptx: str, capability: int) -> str:
-    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and what it has cached it does not compile."""
+    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and compiles what it knows only once."""
     if "wgmma.mma_async" not in ptx:
         return ""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -320,8 +320,8 @@ def lint_built(built: Built, spec: Spec) -> list[Finding]:
 
 
 _SERIALISED = (
-    "each product waits for the one before, which ptxas says is due to {why}. Known cause: a branch behind the loop over K that "
-    "changes the accumulator; use a mask or tl.where"
+    "each product waits for the one before, which ptxas says is due to {why}. Known causes: a branch behind the loop over K that "
+    "changes the accumulator (use a mask or tl.where), a tile too large for its warps"
 )
 
 

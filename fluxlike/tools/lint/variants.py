@@ -26,13 +26,15 @@ FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
-#: many bytes that gemm_rs sends its chunks in parts. The collectives take M×K elements, all_reduce also two tensors of so many.
+#: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole. The collectives take M×K
+#: elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
     "pointer": (64, 512, 513),
     "ragged": (1024, 515, 512),
     "parts": (8192, 8192, 2048),
+    "wide": (2048, 8192, 2048),
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
     "slim": (1024, 64, 64),
@@ -96,7 +98,9 @@ def cases(capability: int) -> list[Case]:
         if capability == 90:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
         if capability == 90 and op == "gemm_rs":
-            found.append(Case(op, "copy_engine", "parts"))
+            found += [Case(op, "copy_engine", "parts"), Case(op, "copy_engine", "wide")]
+        if capability == 90:
+            found.append(Case(op, "in_kernel", "wide"))
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
             found.append(Case(op, "copy_engine", kn=True))
