@@ -214,7 +214,7 @@ def every_program_gives_up(group, op, schedule, rounds):
     call, before = getattr(fluxlike, op), os.environ["FLUXLIKE_TIMEOUT_S"]
     for turn in range(rounds):
         silent = turn % 2 == 1
-        os.environ["FLUXLIKE_TIMEOUT_S"] = "0.5" if silent else "60"  # kernels are compiled in the first round
+        os.environ["FLUXLIKE_TIMEOUT_S"] = "1.5" if silent else "60"  # kernels are compiled in the first round
         try:
             ctx, other = contexts(group, schedule, m, n, k)
         finally:
@@ -229,7 +229,7 @@ def every_program_gives_up(group, op, schedule, rounds):
                 ctx.check()
             ctx.close()
         else:
-            time.sleep(1.2 if silent else 0.2)
+            time.sleep(2.5 if silent else 0.2)
             with pytest.raises(ValueError, match="closing context"):
                 ctx.close()
         other.close()

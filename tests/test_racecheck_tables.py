@@ -1,8 +1,4 @@
-"""The race checker's tables by themselves: clocks, scopes, ranges, records. One process plays all ranks; memory is only numbers.
-
-`Ranks` makes a checker for each rank, as `racecheck.start` would in processes of their own, and lets a test act as any program of
-any of them. Nothing is loaded or stored: the checker is told of accesses, and says whether they race.
-"""
+"""The race checker's tables by themselves, told of accesses by `race_ranks`: clocks, scopes, ranges, records."""
 
 import ast
 import contextlib
@@ -15,112 +11,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from race_ranks import ACQ_REL, ACQUIRE, BYTES, CTA, DATA, GPU, OTHER_WORD, RELAXED, RELEASE, SYS, WORD, Control, Ranks
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fluxlike
 from fluxlike.kernels.lang import is_interp, used_rows
 from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
-from fluxlike.runtime import interpreter, programs, racecheck, racehooks, raceshadow
+from fluxlike.runtime import interpreter, racecheck, racehooks, raceshadow
 from fluxlike.runtime.errors import RaceError
-from fluxlike.runtime.racecheck import Checker
 from fluxlike.runtime.racereport import READ, STORE
-
-RELAXED, ACQUIRE, RELEASE, ACQ_REL = range(4)
-CTA, GPU, SYS = range(3)
-BYTES = 1 << 16
-WORD, OTHER_WORD, DATA = 0, 8, 1024  # offsets on a rank's heap
-
-
-class Control:
-    """A rank's end of agreements between the threads of this process, which play the ranks."""
-
-    def __init__(self, rank, size, meeting, said):
-        self.rank, self.size, self.ranks = rank, size, list(range(size))
-        self._meeting, self._said = meeting, said
-
-    def gather(self, value, what):
-        self._said[self.rank] = value
-        self._meeting.wait()
-        all_of_them = list(self._said)
-        self._meeting.wait()
-        return all_of_them
-
-    def agree(self, what, arguments, error=None):
-        assert error is None, error
-        self.gather(arguments, what)
-
-    def barrier(self, what):
-        self.gather(None, what)
-
-
-class Segment:
-    """Memory of every rank, by its addresses only."""
-
-    def __init__(self, ranks, nbytes=BYTES):
-        self.nbytes = nbytes
-        self.addresses = [0x10_0000 * (rank + 1) for rank in range(ranks)]
-
-
-class Ranks:
-    def __init__(self, size, max_programs=2):
-        meeting, said = threading.Barrier(size), [None] * size
-        controls = [Control(rank, size, meeting, said) for rank in range(size)]
-        self.segment = Segment(size)
-
-        def make(control):
-            checker = Checker(control, max_programs)
-            checker.add_segment(self.segment, control)
-            return checker
-
-        with ThreadPoolExecutor(size) as pool:  # making one is collective
-            self.checkers = list(pool.map(make, controls))
-        self.grids = [None] * size
-
-    def launch(self, rank, count=2):
-        """The programs of a grid on ``rank`` begin."""
-        self.grids[rank] = grid = programs.Grid("kernel", lambda: None, (count, 1, 1), programs.Schedule())
-        self.checkers[rank].fork(grid)
-
-    def end(self, rank):
-        self.checkers[rank].join(self.grids[rank])
-        self.grids[rank] = None
-
-    @contextlib.contextmanager
-    def acting(self, rank, program=None):
-        """As a program of ``rank``, or as its host."""
-        programs._local.program = None if program is None else self.grids[rank].queue[program]
-        try:
-            yield self.checkers[rank]
-        finally:
-            programs._local.program = None
-
-    def at(self, owner, offset):
-        return self.segment.addresses[owner] + offset
-
-    def touch(self, kind, me, owner, offset=DATA, nbytes=64, element=4):
-        """``me`` (rank, program or None) reads or writes ``nbytes`` of ``owner``."""
-        with self.acting(*me) as checker:
-            checker.access(self.at(owner, offset) + np.arange(0, nbytes, element, dtype=np.uint64), element, kind)
-
-    def read(self, me, owner, *place, **how):
-        self.touch(READ, me, owner, *place, **how)
-
-    def write(self, me, owner, *place, **how):
-        self.touch(STORE, me, owner, *place, **how)
-
-    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False):
-        with self.acting(*me) as checker:
-            return checker.atomic(np.array([self.at(owner, offset)], np.uint64), 8, order, scope, poll, lambda: "done")
-
-    def signal(self, me, owner, order=RELEASE, scope=SYS, offset=WORD):
-        assert self.atomic(me, owner, order, scope, offset) == "done"
-
-    def wait(self, me, owner, order=ACQUIRE, scope=SYS, offset=WORD):
-        self.atomic(me, owner, order, scope, offset, poll=True)
-
-    def close(self):
-        for checker in self.checkers:
-            checker.close()
 
 
 @pytest.fixture
