@@ -61,7 +61,7 @@ ag_gemm rounds once, behind the bias. gemm_rs: every partial sum is rounded to t
 took cuBLAS 2 % longer to write and the sum a sixth longer to read); sum in fp32 in the order own, bias, r+1, r+2, …, rounded once.
 cuBLAS has other kernels for the fewer rows of one rank: in fp32 the largest error of a gathered product was up to 2.7 times, its
 root mean square up to 1.7 times, that of torch's product of all rows, where 1.5 is what the other schedules keep to. With K cut
-into parts of 128, which are added, it is 1.8 and 1.3 times, in three times as long: not worth it.
+into parts of 128, which are added, it is 1.8 and 1.3 times, in three times as long (docs/measured/2026-11-22-fp32-rows-R1.md).
 Nothing depends on the order of arrival: repeats give the same bits wherever torch.mm does.
 
 Measured: docs/performance.md.
