@@ -147,6 +147,13 @@ def test_streams(schedule):
     run_ranks(streams, 4, schedule=schedule)
 
 
+def limited_contexts(seconds, *how):
+    """`contexts` whose kernels have this limit, whatever it is for what comes later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLUXLIKE_TIMEOUT_S", seconds)
+        return contexts(*how)
+
+
 def absent_rank(group, schedule, op, silent):
     """The last rank makes one call less: the others' waits end, their error says who and what, and all goes on.
 
@@ -155,38 +162,31 @@ def absent_rank(group, schedule, op, silent):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     for ctx in contexts(group, schedule, 256, 256, 256):  # what is done once only takes longer than the limit
         ctx.close()
-    os.environ["FLUXLIKE_TIMEOUT_S"], before = "2" if silent else "60", os.environ["FLUXLIKE_TIMEOUT_S"]
-    try:
-        rs, ag = contexts(group, schedule, 256, 256, 256)
-        os.environ["FLUXLIKE_TIMEOUT_S"] = before  # the kernels keep the limit that their contexts were made with
-        ctx = rs if op == "gemm_rs" else ag
-        case = (
-            RSCase(256, 256, [256] * size, torch.bfloat16, 1)
-            if op == "gemm_rs"
-            else AGCase(256, [256] * size, 256, torch.bfloat16, 1)
-        )
-        x, w, _ = case.inputs(rank)
-        call = getattr(fluxlike, op)
+    rs, ag = limited_contexts("2" if silent else "60", group, schedule, 256, 256, 256)
+    ctx = rs if op == "gemm_rs" else ag
+    case = (
+        RSCase(256, 256, [256] * size, torch.bfloat16, 1) if op == "gemm_rs" else AGCase(256, [256] * size, 256, torch.bfloat16, 1)
+    )
+    x, w, _ = case.inputs(rank)
+    call = getattr(fluxlike, op)
+    call(x, w, ctx)
+    ctx.check()
+    since = time.monotonic()
+    if rank < size - 1:
         call(x, w, ctx)
-        ctx.check()
-        since = time.monotonic()
-        if rank < size - 1:
+        with pytest.raises(fluxlike.PeerTimeout if silent else ValueError, match=op) as caught:
+            ctx.check()
+        assert ("Rank 1 has not come this far" if silent else "rank 1 at 'closing context") in str(caught.value)
+        with pytest.raises(type(caught.value), match=op):
             call(x, w, ctx)
-            with pytest.raises(fluxlike.PeerTimeout if silent else ValueError, match=op) as caught:
-                ctx.check()
-            assert ("Rank 1 has not come this far" if silent else "rank 1 at 'closing context") in str(caught.value)
-            with pytest.raises(type(caught.value), match=op):
-                call(x, w, ctx)
+        rs.close()
+        ag.close()
+    else:
+        time.sleep(5 if silent else 1)
+        with pytest.raises(ValueError, match="closing context"):
             rs.close()
-            ag.close()
-        else:
-            time.sleep(5 if silent else 1)
-            with pytest.raises(ValueError, match="closing context"):
-                rs.close()
-            ag.close()
-        assert time.monotonic() - since < 30
-    finally:
-        os.environ["FLUXLIKE_TIMEOUT_S"] = before
+        ag.close()
+    assert time.monotonic() - since < 30
     with fluxlike.create_gemm_rs_context(64, 64, group=group, schedule="in_kernel") as good:
         RSCase(64, 64, [32] * size, torch.bfloat16, 2).check(good, group, "in_kernel")
     return rows_slice(4, size, rank).start
@@ -211,15 +211,11 @@ def every_program_gives_up(group, op, schedule, rounds):
     x, w, _ = (
         RSCase(m, n, [k] * size, torch.bfloat16, 1) if op == "gemm_rs" else AGCase(m, [n] * size, k, torch.bfloat16, 1)
     ).inputs(rank)
-    call, before = getattr(fluxlike, op), os.environ["FLUXLIKE_TIMEOUT_S"]
+    call = getattr(fluxlike, op)
     for turn in range(rounds):
         silent = turn % 2 == 1
-        os.environ["FLUXLIKE_TIMEOUT_S"] = "1.5" if silent else "60"  # kernels are compiled in the first round
-        try:
-            ctx, other = contexts(group, schedule, m, n, k)
-        finally:
-            os.environ["FLUXLIKE_TIMEOUT_S"] = before
-        ctx, other = (ctx, other) if op == "gemm_rs" else (other, ctx)
+        rs, ag = limited_contexts("1.5" if silent else "60", group, schedule, m, n, k)  # the first round compiles the kernels
+        ctx, other = (rs, ag) if op == "gemm_rs" else (ag, rs)
         call(x, w, ctx)
         ctx.check()
         since = time.monotonic()
@@ -234,7 +230,6 @@ def every_program_gives_up(group, op, schedule, rounds):
                 ctx.close()
         other.close()
         assert time.monotonic() - since < 20
-    return rounds
 
 
 @pytest.mark.alone

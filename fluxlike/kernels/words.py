@@ -65,7 +65,7 @@ def missing(words, mask, source):
 
 @triton.jit
 def has_failed(since, ctl, rank):
-    """Whether a wait that began at ``since`` must end: it has run out, or this or another rank has given up. GPU only."""
+    """Whether a wait that began at ``since`` must end: it has run out, or a rank has given up. All threads agree. GPU only."""
     aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
     failed = tl.load(ctl + FAILED, volatile=True) != 0
     return any_thread(aborted | failed | (globaltimer() - since > tl.load(ctl + TIMEOUT))) != 0

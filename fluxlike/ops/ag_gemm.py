@@ -401,7 +401,7 @@ def _stream_k(
     constants = dict(
         R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS,
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
-        maxnreg=tiling.ALL_REGISTERS,
+        maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
     return ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))
 

@@ -10,6 +10,7 @@ from ..kernels import elements, exchange
 from ..kernels.tiles import cdiv
 from ..kernels.words import EMPTY
 from ..runtime.control import ControlGroup
+from . import tiling
 from .group import GroupContext, Prepared, kept
 
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
@@ -56,8 +57,6 @@ class Compiled(NamedTuple):
 
 
 OF_WORDS, OF_BULK = Compiled(warps=4, over=4), Compiled(warps=8)
-#: Of a multiprocessor.
-REGISTERS = 65536
 
 
 class EpochContext(GroupContext):
@@ -123,8 +122,8 @@ class ExchangeContext(EpochContext):
             kernel = exchange.exchange_words_kernel
             args += (self.epochs, self.ctl, *sizes, self.words, self.offsets["slots"], self.rank)
             constants |= dict(B=WORDS, WIDTH=4 // x.element_size())
-            if kind.rooted:  # ptxas spilled some to make room for more programs than there are
-                constants |= dict(maxnreg=REGISTERS // (32 * OF_WORDS.warps * OF_WORDS.over))
+            if kind.rooted:
+                constants |= dict(maxnreg=tiling.registers(OF_WORDS.warps, OF_WORDS.over))
         compiled = OF_BULK if algo == "bulk" else OF_WORDS
         programs = self.programs(parts.blocks, compiled.over)
         return self.prepare(kernel, programs, args, constants, compiled, (0, 1) if table is None else (0, 1, 2))

@@ -277,7 +277,7 @@ def _plan_stream_k(
     constants = dict(
         R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, SUM_ROWS=tiling.SUM_ROWS,
         TMA=tile.tma, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
-        maxnreg=tiling.ALL_REGISTERS,
+        maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
     programs = ctx.programs(cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk))
     launch = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))

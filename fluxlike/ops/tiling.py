@@ -26,8 +26,6 @@ SMALL_ROWS = 64
 #: Elements of a part of a tile, the largest that stream_k has, and rows of its blocks of the sum over ranks.
 PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
-#: ``maxnreg`` of a kernel with one program a multiprocessor, where ptxas would spill some to make room for a second.
-ALL_REGISTERS = 255
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 #: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.
@@ -50,6 +48,11 @@ class Tiling:
 def is_large(capability: tuple[int, int]) -> bool:
     """GPUs with TMA and 227 KB of shared memory for a program: Hopper and the Blackwell of servers; 12.x has 99 KB."""
     return (9, 0) <= capability < (12, 0)
+
+
+def registers(warps: int, programs: int = 1) -> int:
+    """``maxnreg`` of a kernel of which a multiprocessor has so many programs: ptxas might spill some to make room for more."""
+    return min(255, 65536 // (32 * warps * programs))
 
 
 def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, ranks: int) -> Tiling:

@@ -52,8 +52,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class Built:
-    """What came of a launch. ``local``: instructions that load or store registers in local memory. ``serialised``: why ptxas lets
-    each of the asynchronous products wait for the one before; empty if it does not."""
+    """What came of a launch.
+
+    ``local``: instructions that load or store registers in local memory. ``serialised``: why ptxas lets each of the asynchronous
+    products wait for the one before; empty if it does not.
+    """
 
     launch: Launch
     capability: int
