@@ -17,6 +17,7 @@ Two modes, told apart by the environment:
 
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import math
 import multiprocessing
@@ -115,6 +116,7 @@ def _settle(rank: int, directory: str, env: dict[str, str]) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    faulthandler.register(signal.SIGUSR1)  # for `_say_where`
     torch.set_num_threads(1)
 
 
@@ -217,6 +219,9 @@ class _Processes:
                         outcomes[rank] = Outcome(rank, exit=self.processes[rank].exitcode)
                     if not outcomes[rank].ok:
                         deadline = min(deadline, time.monotonic() + grace)
+        silent = [rank for rank in ranks if rank not in outcomes]
+        if silent and all(outcome.ok for outcome in outcomes.values()):
+            self._say_where(silent)
         for rank in ranks:
             late = Outcome(rank, error="NoAnswer", message=f"no answer; {self._last_words(rank)}")
             outcomes.setdefault(rank, late)
@@ -225,9 +230,16 @@ class _Processes:
             outcomes[rank].pid = self.processes[rank].pid
         return [outcomes[rank] for rank in ranks]
 
+    def _say_where(self, silent: Sequence[int]) -> None:
+        """Ranks that nothing else explains print where their threads stand."""
+        for process in [self.processes[rank] for rank in silent]:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+
     def _last_words(self, rank: int) -> str:
         with contextlib.suppress(FileNotFoundError):
-            return "it printed: …" + Path(self.directory, f"rank{rank}.log").read_text(errors="replace")[-2000:]
+            return "it printed: …" + Path(self.directory, f"rank{rank}.log").read_text(errors="replace")[-6000:]
         return "it printed nothing"
 
     def kill(self) -> None:
@@ -355,7 +367,7 @@ def close_torchrun() -> None:
 
 
 def run_ranks(
-    body: Callable, world: int = POOL_SIZE, *, timeout: float = 120, makes_groups: bool = False, **kwargs: Any
+    body: Callable, world: int = POOL_SIZE, *, timeout: float = 240, makes_groups: bool = False, **kwargs: Any
 ) -> list[Any]:
     """The results of ``body(group, **kwargs)`` on ranks 0 … world-1; a failure on any rank fails the test on all.
 
@@ -380,7 +392,7 @@ def run_fresh(
     env: dict[str, str] | None = None,
     *,
     heap: str = "shm",
-    timeout: float = 60,
+    timeout: float = 150,
     grace: float = math.inf,
     expect_dead: Sequence[int] = (),
     measure: str = "host",
