@@ -13,10 +13,17 @@ import fluxlike
 
 TRANSPORTS = ("copy_engine", "in_kernel")
 SCHEDULES = (*TRANSPORTS, "stream_k", "decomposed", "sequential")
+#: Those of fp32.
+IN_FP32 = tuple(name for name in SCHEDULES if name != "decomposed")
 #: Those in which torch multiplies.
 TORCH = ("decomposed", "sequential")
 #: Those whose copies the copy engine makes.
 COPIES = ("copy_engine", "decomposed")
+
+
+def schedules(dtype: torch.dtype) -> tuple[str, ...]:
+    """Those that there are for a dtype."""
+    return IN_FP32 if dtype == torch.float32 else SCHEDULES
 
 
 def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bool = False, weights: int = 1) -> int:

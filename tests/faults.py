@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import AGCase, RSCase, same
+from cases import IN_FP32, AGCase, RSCase, same
 from ranks import TORCHRUN, Outcome, run_fresh
 
 import fluxlike
@@ -55,8 +55,9 @@ def start(heap_bytes: int = HEAP) -> None:
     fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=heap_bytes)
 
 
-def make_context(op: str, schedule: str, group=None, dtype=torch.float32):
-    """For calls of `call` in worlds up to `WORLD` ranks, or of the group's size if it is larger."""
+def make_context(op: str, schedule: str, group=None, dtype=None):
+    """For calls of `call` in worlds up to `WORLD` ranks, or of the group's size if it is larger; in fp32 where there is that."""
+    dtype = dtype or (torch.float32 if schedule in IN_FP32 else torch.bfloat16)
     m = 64 * max(WORLD, dist.get_world_size(group))
     if op == "gemm_rs":
         return fluxlike.create_gemm_rs_context(m, 128, None, dtype, group, schedule)

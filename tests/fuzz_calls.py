@@ -237,11 +237,12 @@ def calls(draw, faulty: bool) -> Call:
     special = st.tuples(
         st.sampled_from(("x", "weight", "bias")), st.integers(0, 2), st.integers(0, LIMIT**2), st.sampled_from(SPECIAL)
     )
+    schedule = draw(st.sampled_from(("copy_engine", "in_kernel", "stream_k", "decomposed", "sequential", "auto", None)))
     return Call(
         op=op,
         world=world,
-        schedule=draw(st.sampled_from(("copy_engine", "in_kernel", "stream_k", "decomposed", "sequential", "auto", None))),
-        dtype=draw(st.sampled_from(DTYPES)),
+        schedule=schedule,
+        dtype=draw(st.sampled_from([name for name in DTYPES if (schedule, name) != ("decomposed", "float32")])),
         m=m,
         ns=tuple(ns),
         ks=tuple(ks),

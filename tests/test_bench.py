@@ -189,6 +189,9 @@ def test_defaults():
     assert bench.parse(["gemm_rs", "--graph"], cuda=True).modes == ["graph"]
     assert bench.parse(["gemm_rs", "--graph", "--eager"], cuda=True).modes == ["eager", "graph"]
     assert bench.parse(["ag_gemm", "--methods", "auto,torch"], cuda=True).methods == ["torch", "auto"]
+    in_fp32 = bench.parse(["ag_gemm", "--dtype", "float32"], cuda=True)
+    assert in_fp32.methods == [name for name in on_gpus.methods if name != "decomposed"]
+    assert "'decomposed' is not for dtype=torch.float32" in in_fp32.left_out["decomposed"] and not on_gpus.left_out
     reduce = bench.parse(["all_reduce", "--shapes", "4K,1M"], cuda=True)
     assert reduce.methods == ["torch", "torch_one_shot", "torch_two_shot", "one_shot", "two_shot", "bulk", "auto"]
     assert reduce.shapes == [Size(4096), Size(1 << 20)]
@@ -208,6 +211,7 @@ def test_defaults():
         (["--graph"], "needs GPUs"),
         (["--methods", "auto,magic"], "'magic' is not one of reference"),
         (["--methods", "torch"], "'torch' is not one of"),
+        (["--methods", "decomposed", "--dtype", "float32"], "is not for dtype=torch.float32"),
         (["--shapes", "64x32"], "'64x32' is not a shape"),
         (["--suite", "llama-8b"], "use --suite toy"),
         (["--suite", "toy", "--shapes", "8x8x8"], "not allowed with"),

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES, AGCase, RSCase, launches, poison, same
+from cases import AGCase, RSCase, launches, poison, same, schedules
 from ranks import device, rows_slice, run_ranks
 
 import fluxlike
@@ -25,7 +25,7 @@ def back_to_back(group, dtype, turns, jitter):
     contexts = [
         (make(100, 64, 64, dtype, group, schedule), schedule)
         for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context)
-        for schedule in SCHEDULES
+        for schedule in schedules(dtype)
     ]
     previous = interpreter.configure(jitter and interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=2e-3))
     cases, results = [], []
@@ -75,7 +75,7 @@ def repeats(group, dtype):
     m, n, k = 90, 70, 100
     x, w = (torch.randn(s, k, generator=generator).to(dtype).to(device()) for s in (m, n))
     shard = x[rows_slice(m, size, rank)].contiguous()
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         with (
             fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(m, n, k, dtype=dtype, group=group, schedule=schedule) as ag,
@@ -103,8 +103,8 @@ def test_repeats_give_the_same_bits(dtype):
 
 def ownership(group):
     """What a call returns is the caller's: outside the heap, untouched by later calls, free to be overwritten."""
-    size, rank, dtype = dist.get_world_size(group), dist.get_rank(group), torch.float32
-    for schedule in SCHEDULES:
+    size, rank, dtype = dist.get_world_size(group), dist.get_rank(group), torch.bfloat16
+    for schedule in schedules(dtype):
         with (
             fluxlike.create_gemm_rs_context(64, 48, dtype=dtype, group=group, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(64, 48, 32, dtype=dtype, group=group, schedule=schedule) as ag,
@@ -277,7 +277,7 @@ def test_context_managers_close(world):
 def in_and_out_of_inference_mode(group):
     """A context may be made in inference mode and used outside of it, as a served model that is trained afterwards does."""
     size, dtype = dist.get_world_size(group), torch.bfloat16
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         for made, used in ((True, False), (False, True)):
             with torch.inference_mode(made):
                 rs = fluxlike.create_gemm_rs_context(16, 16, 16 * size, dtype=dtype, group=group, schedule=schedule)

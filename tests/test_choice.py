@@ -170,6 +170,16 @@ def test_when_torch_may_multiply():
     assert [made for made in choice.candidates(few) if made.transport == "sequential"] == [choice.usual(few, "sequential")]
 
 
+@settings(max_examples=40, deadline=None)
+@given(problem=PROBLEMS)
+def test_decomposed_is_not_for_fp32(problem):
+    problem = replace(problem, dtype=torch.float32)
+    made = choice.usual(problem, "decomposed")
+    assert choice.why_not(problem, made) is not None
+    assert "decomposed" not in {other.transport for other in (*choice.candidates(problem), *choice.usuals(problem))}
+    assert choice.choose(problem, "auto", {problem.shape: made}).transport != "decomposed"
+
+
 def test_one_rank_multiplies_by_torch():
     for op in ("gemm_rs", "ag_gemm"):
         for m, n, k in ((8192, 8192, 8192), (512, 57344, 8192), (16, 64, 32), (8192, 57344, 8192)):

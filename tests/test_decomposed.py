@@ -235,6 +235,6 @@ def rounded_once(group, dtype, autocast):
 
 
 @pytest.mark.skipif(TORCHRUN, reason="what cuBLAS does with K is its own affair")
-@pytest.mark.parametrize(("world", "dtype", "autocast"), ((3, "bfloat16", False), (2, "float32", True)))
+@pytest.mark.parametrize(("world", "dtype", "autocast"), ((3, "bfloat16", False), (2, "float16", True)))
 def test_what_is_rounded_when(world, dtype, autocast):
     run_ranks(rounded_once, world, dtype=dtype, autocast=autocast)

@@ -222,6 +222,8 @@ def one_bad_rank(group):
             if rank != guilty:
                 words.append(f"rank {guilty}")
             refuses(partial(make, *sizes, F32, group), ValueError, *words)
+            dtype, words[:2] = F32 if rank == guilty else BF16, ["'decomposed' is not for dtype=torch.float32", "'auto'"]
+            refuses(partial(make, 16, 16, 16, dtype, group, "decomposed"), ValueError, *words)
     works(group)
 
 

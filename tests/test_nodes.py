@@ -92,6 +92,9 @@ def every_schedule(group):
                 shard, v, _ = other.inputs(rank)
                 same(fluxlike.ag_gemm(shard, v, ag, m=m), other.whole()[1][rank], f"ag_gemm {schedule} {m}")
             assert rs.last_path.split("/")[1] == ag.last_path.split("/")[1] == schedule
+    for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
+        with pytest.raises(ValueError, match="'decomposed' is not for dtype"):
+            make(12, 16, 16, dtype=torch.float32, schedule="decomposed")
     fluxlike.finalize()
 
 

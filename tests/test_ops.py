@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import SCHEDULES, TRANSPORTS, AGCase, RSCase, launches, poison, same
+from cases import TRANSPORTS, AGCase, RSCase, launches, poison, same, schedules
 from ranks import LARGE_WORLDS, device, rows_slice, run_ranks
 
 import fluxlike
@@ -48,7 +48,7 @@ MAX_M, MAX_N, MAX_K = 256, 136, 128
 
 def rs_matrix(group, dtype, cases):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for flip, schedule in enumerate(SCHEDULES):
+    for flip, schedule in enumerate(schedules(dtype)):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(cases):
@@ -95,7 +95,7 @@ def test_which_tiles_are_stored_in_parts():
 
 def rs_uneven_k(group, dtype):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, ks in enumerate(([0, 33, 64, 7], [40, 0, 1, 128], [5, 64, 9, 0], [0, 0, 0, 3], [64, 33, 64, 40])):
@@ -194,7 +194,7 @@ def test_gemm_rs_in_sub_chunks(world, subs):
 
 def rs_out(group, dtype):
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         with fluxlike.create_gemm_rs_context(MAX_M, MAX_N, dtype=dtype, group=group, schedule=schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(((128, 128, 64), (37, 70, 50), (1, 8, 3))):
@@ -263,7 +263,7 @@ def test_slices_as_operands(dtype):
 
 def ag_matrix(group, dtype, cases):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for flip, schedule in enumerate(SCHEDULES):
+    for flip, schedule in enumerate(schedules(dtype)):
         with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
             poison(ctx, group)
             for seed, (m, n, k) in enumerate(cases):
@@ -279,7 +279,7 @@ def test_ag_gemm(world, dtype):
 
 def ag_uneven_n(group, dtype):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
             poison(ctx, group)
             for seed, ns in enumerate(([1, 70, 33, 64], [0, 20, 0, 65], [64, 0, 7, 0], [9, 5, 0, 0])):
@@ -293,7 +293,7 @@ def test_ag_gemm_with_another_n_on_each_rank(world, dtype):
 
 def ag_several(group, dtype):
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    for schedule in SCHEDULES:
+    for schedule in schedules(dtype):
         with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
             poison(ctx, group)
             shapes = ((72, 64, (64, 16)), (33, 20, (7, 40, 1)), (2, 5, (3,)), (40, 8, (0, 9)), (6, 0, (4, 5)))

@@ -42,7 +42,8 @@ def every_operation(group: Any) -> int:
     rank, ranks, calls = group.rank(), group.size(), 0
     generator = np.random.default_rng(5)
     for transport in ("in_kernel", "copy_engine", "decomposed", "sequential"):
-        dtype = torch.bfloat16 if (transport == "in_kernel") == (ranks == 3) else torch.float32
+        half = transport == "decomposed" or (transport == "in_kernel") == (ranks == 3)
+        dtype = torch.bfloat16 if half else torch.float32
         with (
             fluxlike.create_gemm_rs_context(80, 96, dtype=dtype, schedule=transport) as rs,
             fluxlike.create_ag_gemm_context(80, 96, 64, dtype=dtype, schedule=transport) as ag,

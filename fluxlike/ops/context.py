@@ -36,6 +36,11 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
     if schedule not in SCHEDULES:
         return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+    if schedule == choice.DECOMPOSED and dtype == torch.float32:
+        return ValueError(
+            f"{op}: schedule={schedule!r} is not for dtype={dtype}, in which cuBLAS is less exact with the rows of one rank than "
+            "with all; use schedule='auto' or another one, or torch.bfloat16 or torch.float16"
+        )
     return None
 
 

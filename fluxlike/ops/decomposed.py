@@ -56,12 +56,13 @@ Why it is sound.
   is forked from the captured stream and joined to it.
 
 Numerics. Products accumulate in fp32: on GPUs as cuBLAS does with torch's settings (``torch.backends.cuda.matmul``: by default it
-may add the parts of a split K in bf16 or fp16; fp32 as ``torch.set_float32_matmul_precision`` says), on CPUs by torch.mm in fp32.
+may add the parts of a split K in bf16 or fp16), on CPUs by torch.mm in fp32.
 ag_gemm rounds once, behind the bias. gemm_rs: every partial sum is rounded to the dtype, the own one, too (kept in fp32 it
 took cuBLAS 2 % longer to write and the sum a sixth longer to read); sum in fp32 in the order own, bias, r+1, r+2, …, rounded once.
-cuBLAS has other kernels for the fewer rows of one rank: in fp32 the largest error of a gathered product was up to 2.7 times, its
-root mean square up to 1.7 times, that of torch's product of all rows, where 1.5 is what the other schedules keep to. With K cut
-into parts of 128, which are added, it is 1.8 and 1.3 times, in three times as long (docs/measured/2026-11-22-fp32-rows-R1.md).
+Operands in fp32 are refused. cuBLAS has other kernels for the fewer rows of one rank: in fp32 the largest error of a gathered
+product was up to 2.7 times, its root mean square up to 1.7 times, that of torch's product of all rows, and 1.5 is what every
+schedule keeps to. With K cut into parts of 128, which are added, it is 1.8 and 1.3 times, in three times as long
+(docs/measured/2026-11-22-fp32-rows-R1.md).
 Nothing depends on the order of arrival: repeats give the same bits wherever torch.mm does.
 
 Measured: docs/performance.md.

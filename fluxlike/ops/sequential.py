@@ -11,9 +11,9 @@ The exchange has a context of its own inside that of the operation (`memory`), w
 `kernels.exchange`; the product and the exchange are ordered by the stream, and so are the calls, so that the scratch between the
 two needs no signal. It can be captured in CUDA graphs, as torch's products can.
 
-Numerics: products as in `ops.decomposed`. gemm_rs rounds every partial sum to the dtype, the own one too, adds them in fp32 in the
-order of the ranks, and rounds once more. A bias belongs to the owner of the rows: those are computed again, with it, since adding
-it behind the product would round twice. ag_gemm rounds once, behind the bias.
+Numerics: products as in `ops.decomposed`, of fp32 as ``torch.set_float32_matmul_precision`` says. gemm_rs rounds every partial sum
+to the dtype, the own one too, adds them in fp32 in the order of the ranks, and rounds once more. A bias belongs to the owner of the
+rows: those are computed again, with it, since adding it behind the product would round twice. ag_gemm rounds once, behind the bias.
 """
 
 from typing import TYPE_CHECKING, NamedTuple

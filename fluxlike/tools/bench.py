@@ -44,6 +44,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..ops import tuning
+from ..ops.context import check_arguments
 from ..runtime import world
 from . import bench_records, bench_report, command
 from .bench_bursts import Bursts
@@ -339,6 +340,8 @@ class Bench:
             mode: self.kind.REPORT(asked.op, suite, self.peers.size, mode, asked.dtype, itemsize, protocol, stamp)
             for mode in asked.modes
         }
+        for report in reports.values():
+            report.left_out += [{"shape": f"{name} at every shape", "why": why} for name, why in asked.left_out.items()]
         shapes: list[Any] = asked.shapes or list(self.kind.SUITES[asked.suite])
         with voice.progress(len(shapes)) as advance:
             for i, shape in enumerate(shapes):
@@ -416,7 +419,13 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
-    asked.methods = [name for name in possible if name in names]
+    asked.left_out = {}
+    if asked.op in PROBLEMS:  # whose methods are schedules
+        errors = {name: check_arguments(asked.op, {}, getattr(torch, asked.dtype), name) for name in names if name in kind.OURS}
+        asked.left_out = {name: str(error) for name, error in errors.items() if error is not None}
+    asked.methods = [name for name in possible if name in names and name not in asked.left_out]
+    if not asked.methods:
+        parser.error(f"--methods: {'; '.join(asked.left_out.values())}")
     return asked
 
 
