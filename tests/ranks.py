@@ -109,6 +109,7 @@ def _report(body: Callable, outcomes: Sequence[Outcome]) -> str:
 def _settle(rank: int, directory: str, env: dict[str, str]) -> None:
     """What every new process does first: its environment, one thread, what it prints into a file of its own."""
     nobodys = {"FLUXLIKE_CACHE_DIR": os.path.join(directory, "cache"), "FLUXLIKE_TUNE": "cached"}  # not what the user has tuned
+    nobodys["FLUXLIKE_TORCH_PRODUCTS"] = "1"
     os.environ.update({"FLUXLIKE_TIMEOUT_S": os.environ.get("FLUXLIKE_TIMEOUT_S", TIMEOUT_S), **nobodys, **env})
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         os.environ.pop(name, None)

@@ -170,6 +170,32 @@ def test_when_torch_may_multiply():
     assert [made for made in choice.candidates(few) if made.transport == "sequential"] == [choice.usual(few, "sequential")]
 
 
+def test_auto_may_be_kept_to_our_kernels(monkeypatch):
+    """Neither rules nor tables nor candidates name torch then; asked for, it multiplies as ever."""
+    few = on_h200("gemm_rs", 512, 4096, 14336)
+    made = choice.choose(few, "auto", {})
+    ours = replace(few, torch_products=False)
+    for problem in (ours, replace(ours, ranks=1), replace(ours, op="ag_gemm", m=1024, n=57344, k=8192)):
+        found = {other.transport for other in (*choice.candidates(problem), *choice.usuals(problem), *tuning.shortlist(problem))}
+        assert found == {"copy_engine", "in_kernel"}
+        assert choice.choose(problem, "auto", {problem.shape: choice.usual(problem, "decomposed")}).transport in found
+        for schedule in choice.TORCH:
+            assert choice.choose(problem, schedule, {}) == choice.usual(problem, schedule)
+    assert choice.choose(ours, "auto", {ours.shape: made}).transport != made.transport == "sequential"
+    for value, schedule, memory in (("1", "auto", True), ("0", "auto", False), ("0", "sequential", True)):
+        monkeypatch.setenv("FLUXLIKE_TORCH_PRODUCTS", value)
+        with dry.recording((9, 0), 4):
+            rs = gemm_rs.create_gemm_rs_context(512, 4096, 14336, schedule=schedule)
+            ag = ag_gemm.create_ag_gemm_context(512, 4096, 14336, schedule=schedule)
+            for ctx in (rs, ag):
+                assert (ctx.exchange is not None) == (ctx.scratch.numel() > 16) == memory
+                how = ctx.choose(ctx.problem(512, 4096, 14336))
+                assert how.transport == "sequential" if memory else how.transport not in choice.TORCH
+    monkeypatch.setenv("FLUXLIKE_TORCH_PRODUCTS", "no")
+    with dry.recording((9, 0), 4), pytest.raises(ValueError, match="FLUXLIKE_TORCH_PRODUCTS='no' is neither 0 nor 1"):
+        gemm_rs.create_gemm_rs_context(512, 4096, 14336)
+
+
 @settings(max_examples=40, deadline=None)
 @given(problem=PROBLEMS)
 def test_decomposed_is_not_for_fp32(problem):

@@ -225,6 +225,8 @@ def test_the_key_holds_what_matters(cache, monkeypatch, tmp_path):
         monkeypatch.setattr(tuned, "software", lambda name=name: versions | {name: "other"})
         files.add(tuned.cache_file(HERE))
     assert len(files) == 7
+    monkeypatch.setenv("FLUXLIKE_TORCH_PRODUCTS", "0")  # of which the fastest may be another
+    assert tuned.cache_file(HERE) not in files
     kernels = tmp_path / "kernels"
     kernels.mkdir()
     (kernels / "a.py").write_text("one")
@@ -252,6 +254,16 @@ def test_tune_is_off_cached_or_on(monkeypatch):
         monkeypatch.setenv("FLUXLIKE_TUNE", value)
         with pytest.raises(ValueError, match=r"FLUXLIKE_TUNE=.*off, cached, on"):
             env.tune()
+
+
+def test_tables_without_torch_s_products(cache, monkeypatch):
+    """What the shipped table says of torch's is left out, so that FLUXLIKE_TUNE=on measures it."""
+    monkeypatch.setattr(tuned, "machine_of", lambda executor: H200)
+    for value, some in (("1", True), ("0", False)):
+        monkeypatch.setenv("FLUXLIKE_TORCH_PRODUCTS", value)
+        found = tuned.agreed(Alike(), "ag_gemm", BF16, None)
+        assert found.torch_products == some and len(found.table) > 3
+        assert any(made.transport in choice.TORCH for made in found.table.values()) == some
 
 
 def test_where_the_cache_is(monkeypatch):
@@ -305,6 +317,15 @@ def test_ranks_with_different_caches_agree():
     assert outcomes[1].value[1] != outcomes[0].value[1]
 
 
+class Alike:
+    """A `ControlGroup` of four that say the same."""
+
+    rank, size = 0, 4
+
+    def gather(self, value, what):
+        return [value] * self.size
+
+
 class Peers:
     """A `ControlGroup` of two, seen from rank 0; the other one's machine is ``other``."""
 
@@ -335,7 +356,15 @@ def bad_value(group):
     with pytest.raises(ValueError, match="FLUXLIKE_TUNE='maybe'"):
         fluxlike.create_gemm_rs_context(64, 48, 64)
     os.environ["FLUXLIKE_TUNE"] = "off"
-    fluxlike.create_gemm_rs_context(64, 48, 64).close()
+    os.environ["FLUXLIKE_TORCH_PRODUCTS"] = str(dist.get_rank())
+    for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
+        with pytest.raises(ValueError, match=r"FLUXLIKE_TORCH_PRODUCTS is \[0, 1\] on the ranks .* alike on all"):
+            make(64, 48, 64)
+    with pytest.raises(ValueError, match="FLUXLIKE_TORCH_PRODUCTS is"):  # in a call that makes its context, too
+        fluxlike.gemm_rs(torch.ones(8, 8), torch.ones(8, 8))
+    os.environ["FLUXLIKE_TORCH_PRODUCTS"] = "0"
+    with fluxlike.create_gemm_rs_context(64, 48, 64) as ctx:
+        assert not ctx.problem(64, 48, 64).torch_products
     fluxlike.finalize()
 
 

@@ -65,6 +65,8 @@ class Problem:
     m: int
     n: int
     k: int
+    #: Whether auto may leave products to torch, as FLUXLIKE_TORCH_PRODUCTS has it.
+    torch_products: bool = True
 
     @property
     def shape(self) -> Shape:
@@ -157,7 +159,7 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
             return "its tiles are torch's"
         if choice.transport == sequential.NAME and problem.exchanged > sequential.LIMIT:
             return f"{problem.exchanged} bytes, of which it takes {sequential.LIMIT} at most"
-        return why_not_torch(problem.capability, problem.dtype)
+        return why_not_torch(problem.capability, problem.dtype, problem.torch_products)
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))
     if tile.group_m not in GROUPS or tile not in known:
         return f"no tile {tile} for compute capability {problem.capability} and {problem.dtype}"
@@ -177,8 +179,10 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     return None
 
 
-def why_not_torch(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Why auto makes no calls by torch's product, if it does not."""
+def why_not_torch(capability: tuple[int, int], dtype: torch.dtype, allowed: bool) -> str | None:
+    """Why auto makes no calls by torch's product, if it does not. ``allowed``: by FLUXLIKE_TORCH_PRODUCTS."""
+    if not allowed:
+        return "FLUXLIKE_TORCH_PRODUCTS=0 keeps auto to kernels of ours"
     if capability == CPU:
         return "the CPU heap is for kernels of ours"
     return "whether torch multiplies fp32 as such is up to its switches" if dtype == torch.float32 else None

@@ -67,7 +67,7 @@ class Context(GroupContext):
             "data": 2 * self.set_elements * dtype.itemsize,
         }
         executor = world.current().executor
-        #: FLUXLIKE_TUNE, the programs of a GPU and the measured choices: the same on all ranks.
+        #: FLUXLIKE_TUNE and FLUXLIKE_TORCH_PRODUCTS, the programs of a GPU and the measured choices: the same on all ranks.
         self.tuned = tuned.agreed(control, op, dtype, executor)
         super().__init__(op, control, regions)
         self.stats["copies"] = 0
@@ -101,7 +101,8 @@ class Context(GroupContext):
 
     def make_exchange(self, elements: int) -> None:
         """Memory for calls with schedule "sequential", if there may be any; ``elements``: of all parts of a call. Collective."""
-        nbytes, why = elements * self.dtype.itemsize, choice.why_not_torch(self.world.executor.capability, self.dtype)
+        nbytes = elements * self.dtype.itemsize
+        why = choice.why_not_torch(self.world.executor.capability, self.dtype, self.tuned.torch_products)
         if self.schedule == "auto" and why is None:
             nbytes = min(nbytes, sequential.LIMIT)
         elif self.schedule != sequential.NAME:
@@ -195,8 +196,10 @@ class Context(GroupContext):
 
     def problem(self, m: int, n: int, k: int) -> choice.Problem:
         """A call, as far as its ranks have it in common; sizes of the whole problem."""
-        capability = self.world.executor.capability
-        return choice.Problem(self.op, capability, self.tuned.multiprocessors, self.size, self.dtype, m, n, k)
+        capability, agreed = self.world.executor.capability, self.tuned
+        return choice.Problem(
+            self.op, capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products
+        )  # fmt: skip
 
     def choose(self, problem: choice.Problem) -> choice.Choice:
         """How calls of this problem are made; all ranks come to the same."""

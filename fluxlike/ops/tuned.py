@@ -84,6 +84,7 @@ class Agreed:
     """What the ranks of a context have in common for choosing."""
 
     mode: str
+    torch_products: bool
     multiprocessors: int
     table: dict[Shape, Choice]
 
@@ -103,9 +104,10 @@ def software() -> dict[str, str]:
 
 
 def cache_file(machine: Machine) -> Path:
-    """The user's file for this machine and software."""
+    """The user's file for this machine and software; another one without torch's products, where another choice is the fastest."""
+    ours = "" if env.torch_products() else "-ours"
     key = json.dumps([machine.as_json(), software()], sort_keys=True).encode()
-    return env.cache_dir() / "tuned" / f"{machine.name}-{hashlib.sha256(key).hexdigest()[:16]}.json"
+    return env.cache_dir() / "tuned" / f"{machine.name}{ours}-{hashlib.sha256(key).hexdigest()[:16]}.json"
 
 
 # reading
@@ -189,31 +191,37 @@ def _warn(path: Path, why: str, part: str = "") -> None:
 
 
 def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) -> Agreed:
-    """Rank 0's FLUXLIKE_TUNE and what it read, on all ranks. Collective; for the making of a context.
+    """Rank 0's FLUXLIKE_TUNE and what it read, and every rank's FLUXLIKE_TORCH_PRODUCTS. Collective; for the making of a context.
 
-    Raises ValueError on all ranks if rank 0's environment is wrong.
+    Choices of torch's products are left out where those are not wanted. Raises ValueError on all ranks if the environment of one
+    is wrong, or if the ranks differ in FLUXLIKE_TORCH_PRODUCTS.
     """
     here = machine_of(executor)
-    mode, error, found = "off", "", {}
-    if control.rank == 0:
-        try:
+    mode, products, error, found = "off", True, "", {}
+    try:
+        products = env.torch_products()
+        if control.rank == 0:
             mode = env.tune()
             found = known(here, op, dtype, control.size) if mode != "off" else {}
-        except ValueError as wrong:
-            error = str(wrong)
-    sent = [(list(shape), made.as_json()) for shape, made in found.items()]
-    said = control.gather((here.as_json(), mode, error, sent), f"{op}: tuned choices")
-    machine, mode, error, sent = said[0]
-    if error:
-        raise ValueError(error)
+    except ValueError as wrong:
+        error = str(wrong)
+    sent = [(list(shape), made.as_json()) for shape, made in found.items() if products or made.transport not in choice.TORCH]
+    said = control.gather((here.as_json(), mode, error, sent, products), f"{op}: tuned choices")
+    for error in (theirs[2] for theirs in said):
+        if error:
+            raise ValueError(error)
+    asked = [int(theirs[4]) for theirs in said]
+    if len(set(asked)) > 1:
+        raise ValueError(f"{op}: FLUXLIKE_TORCH_PRODUCTS is {asked} on the ranks of the group; set it alike on all of them")
+    machine, mode, _, sent, products = said[0]
     table: dict[Shape, Choice] = {}
     if all(theirs[0] == machine for theirs in said):
         for (m, n, k), data in sent:
-            problem = Problem(op, here.capability, here.multiprocessors, control.size, dtype, m, n, k)
+            problem = Problem(op, here.capability, here.multiprocessors, control.size, dtype, m, n, k, products)
             table[problem.shape] = choice.from_json(data, problem)
     elif mode != "off":
         log.warning("%s: the ranks' GPUs differ (%s), so no tuned choices are used", op, [theirs[0] for theirs in said])
-    return Agreed(mode, min(theirs[0]["multiprocessors"] for theirs in said), table)
+    return Agreed(mode, products, min(theirs[0]["multiprocessors"] for theirs in said), table)
 
 
 # writing

@@ -18,6 +18,7 @@ TABLE = (
     Variable("FLUXLIKE_CPU_PROGRAMS", "2", "programs of a kernel's grid on the CPU heap"),
     Variable("FLUXLIKE_RACECHECK", "0", "1 checks every access to the CPU heap for races, see docs/racecheck.md"),
     Variable("FLUXLIKE_TUNE", "cached", "where schedules and tiles come from: off, cached or on, see docs/tune.md"),
+    Variable("FLUXLIKE_TORCH_PRODUCTS", "1", "0 keeps schedule auto to fluxlike's own kernels, see docs/tune.md"),
     Variable("FLUXLIKE_CACHE_DIR", "", "where tuned choices are kept; default $XDG_CACHE_HOME/fluxlike, else ~/.cache/fluxlike"),
     Variable("FLUXLIKE_TOPOLOGY", "", "how the GPUs are linked: a preset or a JSON file, see docs/topology.md; default: detected"),
     Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
@@ -63,12 +64,21 @@ def cpu_programs() -> int:
     return int(text)
 
 
+def _switch(name: str) -> bool:
+    text = get(name)
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}={text!r} is neither 0 nor 1; unset it for {_BY_NAME[name].default}")
+    return text == "1"
+
+
 def racecheck() -> bool:
     """FLUXLIKE_RACECHECK, checked."""
-    text = get("FLUXLIKE_RACECHECK")
-    if text not in ("0", "1"):
-        raise ValueError(f"FLUXLIKE_RACECHECK={text!r} is neither 0 nor 1")
-    return text == "1"
+    return _switch("FLUXLIKE_RACECHECK")
+
+
+def torch_products() -> bool:
+    """FLUXLIKE_TORCH_PRODUCTS, checked."""
+    return _switch("FLUXLIKE_TORCH_PRODUCTS")
 
 
 def tune() -> str:

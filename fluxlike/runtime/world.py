@@ -48,6 +48,7 @@ class World:
             env.timeout_s()
             env.racecheck()
             env.tune()
+            env.torch_products()
         except (RuntimeError, ValueError) as problem:
             error = problem
         self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)
