@@ -1,14 +1,17 @@
 """What goes wrong is said: the kind of error, the value, the remedy; and afterwards the process still works."""
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase
 from ranks import TORCHRUN, device, run_fresh, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import fluxlike
 from fluxlike.ops import tiling
@@ -153,6 +156,55 @@ def test_a_group_that_is_not_the_context_s():
     run_ranks(another_group, 4, makes_groups=True)
 
 
+def with_group() -> dict[str, Callable]:
+    """Everything public that takes a group: a call that is right but for that."""
+    x, w, table = here(24, 8), here(12, 8), torch.sparse_coo_tensor([[1]], here(1, 2), (4, 2))
+    bucket = SimpleNamespace(buffer=lambda: table, parameters=lambda: [None])
+    sparse = dict.fromkeys(("sparse_all_reduce", "sparse_all_reduce_", "sparse_reduce_scatter"), (table,))
+    rooted = dict.fromkeys(("reduce", "broadcast"), (x, 0))
+    plain = dict.fromkeys(("all_reduce", "all_reduce_", "reduce_scatter", "all_gather"), (x,))
+    products = dict.fromkeys(("gemm_rs", "ag_gemm", "gemm_ar"), (x, w))
+    contexts = {"create_gemm_rs_context": (8, 8), "create_gemm_ar_context": (8, 8), "create_ag_gemm_context": (8, 8, 8)}
+    contexts["create_sparse_all_reduce_context"] = ((4, 2), 2)
+    layers = {"ColumnParallelLinear": (8, 8), "RowParallelLinear": (8, 8), "Embedding": (8, 2, 4), "AsyncTP": ()}
+    known = {**sparse, **rooted, **plain, **products, **contexts, **layers}
+    found = {}
+    reference = [name for name in dir(fluxlike.reference) if name in products or name == "sparse_all_reduce"]
+    everything = ((fluxlike, fluxlike.__all__), (fluxlike.nn, fluxlike.nn.__all__), (fluxlike.reference, reference))
+    for module, name in ((home, name) for home, names in everything for name in names):
+        act = getattr(module, name)
+        code = act.__init__ if isinstance(act, type) else act
+        if inspect.isfunction(code) and name != "init" and "group" in inspect.signature(code).parameters:
+            how = {"bucket": bucket} if name == "sparse_allreduce_hook" else {}
+            found[f"{module.__name__}.{name}"] = partial(act, *known.get(name, ()), **how)
+    return found
+
+
+def no_groups(group):
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
+    bad = {
+        "tp": ("group='tp' is a str", "get_group"),
+        0: ("group=0 is a int", "new_group"),
+        mesh: ("is a DeviceMesh", "pass mesh.get_group('tp')"),
+        dist.GroupMember.NON_GROUP_MEMBER: ("not in the group", f"this rank, {dist.get_rank()}"),
+    }
+    calls = with_group()
+    assert len(calls) > 20
+    for act in calls.values():
+        for wrong, words in bad.items():
+            refuses(partial(act, group=wrong), ValueError, *words)
+    x, w = here(24, 8).requires_grad_(), here(12, 8)
+    for act in (fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar):
+        refuses(partial(act, x, w, group="tp"), ValueError, *bad["tp"])
+    with fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="in_kernel") as ctx:
+        refuses(partial(fluxlike.gemm_rs, x.detach(), w, ctx, group=mesh), ValueError, *bad[mesh])
+        works(group, ctx)
+
+
+def test_what_is_no_group():
+    run_ranks(no_groups, 4, makes_groups=True)
+
+
 def bad_contexts(group):
     rs, ag = MAKERS
     for make in MAKERS:
@@ -262,6 +314,7 @@ def life(group):
     all_refuse()
     fluxlike.finalize()
     all_refuse()
+    refuses(lambda: fluxlike.init(group="tp"), ValueError, "group='tp' is a str", "get_group")
     refuses(lambda: fluxlike.init(heap="disk"), ValueError, "'disk'", "'nvshmem'", "'shm'")
     if not torch.cuda.is_available():
         refuses(lambda: fluxlike.init(heap="nvshmem"), RuntimeError, "nvshmem", "CUDA", "doctor", "'shm'")

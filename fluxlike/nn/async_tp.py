@@ -84,6 +84,7 @@ class AsyncTP(CustomGraphPass):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        library.name_of(group)  # raises for what is no group
         self.group = group
         #: A report for each graph with collectives or products, in the order in which they were compiled.
         self.graphs: list[GraphReport] = []

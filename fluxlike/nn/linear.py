@@ -129,6 +129,7 @@ class _Layer(InGroup):
     def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
         super().__init__()
         self.group = group if group is not None else world.current().group
+        world.check_group(self.group)
         self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
         self.sequence_dim = sequence_dim
 

@@ -44,7 +44,11 @@ EVEN = -1
 
 def name_of(group: dist.ProcessGroup | None) -> str:
     """What a schema carries for a group."""
-    return "" if group is None else group.group_name
+    if group is None:
+        return ""
+    if not torch.compiler.is_compiling():
+        world.check_group(group)
+    return group.group_name
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:

@@ -408,8 +408,7 @@ def _call(
 
 def _fits(ctx: SparseAllReduceContext, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
     """x goes with the caller's context."""
-    if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
-        raise ValueError(f"{NAME}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}")
+    validate.same_group(NAME, ctx, group)
     if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
         ctx.refuse(
             f"x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows of "

@@ -106,11 +106,7 @@ def countable(op: str, name: str, size: int) -> None:
 def call(op: str, ctx: Any, group: dist.ProcessGroup | None, x: torch.Tensor, sizes: dict[str, tuple[int, int, str]]) -> None:
     """The call fits the context: state, group, dtype, and each size (value, limit, name of the limit)."""
     ctx.raise_if_failed()
-    if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
-        raise ValueError(
-            f"{op}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}; pass one of them, or "
-            "a context of that group"
-        )
+    same_group(op, ctx, group)
     if x.dtype != ctx.dtype:
         raise ValueError(f"{op}: x has dtype {x.dtype} and the context {ctx.dtype}; make a context with dtype={x.dtype}")
     for name, (value, limit, argument) in sizes.items():
@@ -118,6 +114,18 @@ def call(op: str, ctx: Any, group: dist.ProcessGroup | None, x: torch.Tensor, si
             raise ValueError(
                 f"{op}: {name}={value} is more than the context's {argument}={limit}; make a context with {argument}={value}"
             )
+
+
+def same_group(op: str, ctx: Any, group: Any) -> None:
+    """``group``, where it is given beside a context, has the ranks of that."""
+    if group is None:
+        return
+    world.check_group(group)
+    if dist.get_process_group_ranks(group) != ctx.group_ranks:
+        raise ValueError(
+            f"{op}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}; pass one of them, or "
+            "a context of that group"
+        )
 
 
 def output(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import env, nodes, racecheck
 from .calls import CallBoard
@@ -16,6 +17,22 @@ from .errors import CallMismatch
 from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
+
+
+def check_group(group: Any) -> None:
+    """ValueError for what is no torch group of this rank's."""
+    if isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"group={group!r} is what torch.distributed.new_group gives to a rank that is not in the group, and this rank, "
+            f"{dist.get_rank()}, is not; only the ranks of a group make its calls"
+        )
+    remedy = "pass what torch.distributed.new_group or mesh.get_group returns, or leave it out for the group given to fluxlike.init"
+    if isinstance(group, DeviceMesh):
+        names = group.mesh_dim_names or range(group.ndim)
+        remedy = f"pass mesh.get_group({names[0]!r})" + " or that of another dimension" * (group.ndim > 1)
+    raise ValueError(f"group={group!r} is a {type(group).__name__}, it must be a torch process group; {remedy}")
 
 
 class Closable(Protocol):
@@ -87,8 +104,9 @@ class World:
         return segment
 
     def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
-        """The control group of a torch group; the first call for a group is collective over it."""
-        group = group or self.group
+        """The control group of a torch group; the first call for a group is collective over it. ValueError for what is no group."""
+        group = self.group if group is None else group
+        check_group(group)
         name = group.group_name
         known = self._controls.get(name)
         if known is None:
@@ -186,12 +204,14 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
 
     Raises:
         RuntimeError: called twice, or the machine cannot (the message says what to do).
-        ValueError: unknown heap, or ranks that disagree.
+        ValueError: unknown heap, no torch process group, or ranks that disagree.
     """
     global _world
     if _world is not None:
         _world.raise_if_forked()
         raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")
+    if group is not None:
+        check_group(group)
     logging.getLogger("fluxlike").setLevel(env.get("FLUXLIKE_LOG"))
     owns_torch = not dist.is_initialized()
     if owns_torch:
