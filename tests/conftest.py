@@ -14,7 +14,7 @@ import torch
 #: layer.
 WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "mutations")
 WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
-WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
+WITHOUT_TORCHRUN += ("init", "sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
 
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.

@@ -89,6 +89,14 @@ def tune() -> str:
     return text
 
 
+def log_level() -> str:
+    """FLUXLIKE_LOG, checked."""
+    text, levels = get("FLUXLIKE_LOG"), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    if text not in levels:
+        raise ValueError(f"FLUXLIKE_LOG={text!r} is not one of {', '.join(levels)}; unset it for WARNING")
+    return text
+
+
 def tree_array_bound() -> int:
     """FLUXLIKE_TREE_ARRAY_BOUND, checked."""
     text = get("FLUXLIKE_TREE_ARRAY_BOUND")

@@ -1,5 +1,6 @@
 """The world of this process: which ranks, which heap, which device. Made by init, ended by finalize, both collective."""
 
+import itertools
 import logging
 import os
 import sys
@@ -9,11 +10,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from . import env, nodes, racecheck
 from .calls import CallBoard
 from .control import ControlGroup, keep_in_children
-from .errors import CallMismatch
+from .errors import CallMismatch, PeerTimeout
 from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
@@ -50,12 +52,20 @@ class World:
         self._connecting: dict[str, threading.Lock] = {}
         self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group)
         self.rank, self.size = self.control.rank, self.control.size
-        #: For each rank of the world, the number of its node.
-        self.node_of = nodes.find(self.control)
-        self._divide(self.control)
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
         self._controls: dict[str, ControlGroup] = {group.group_name: self.control}
+        self._started = False
+        try:
+            self._begin(heap, heap_bytes)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+
+    def _begin(self, heap: str, heap_bytes: int | None) -> None:
+        #: For each rank of the world, the number of its node.
+        self.node_of = nodes.find(self.control)
+        self._divide(self.control)
         executor: Any = None
         error: Exception | None = None
         nbytes = 0
@@ -72,10 +82,27 @@ class World:
         self.executor = executor
         self.device: torch.device = executor.device
         executor.start(self.control)
+        self._started = True
         self._check_races()
         #: The ranks that have the heap together.
         self.sharing = self.control.local if executor.name == "shm" else self.control
         self.heap = SymmetricHeap(self._make_segment, self.sharing, nbytes)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End what was begun before ``error``, so that init can be called again. NVSHMEM ends on all ranks, or on none."""
+        racecheck.stop()
+        try:
+            if self._started and isinstance(error, (RuntimeError, ValueError)) and not isinstance(error, PeerTimeout):
+                everyone, _ = self.control.part("the end of a failed fluxlike.init")
+                if everyone:
+                    self.executor.stop()
+        finally:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        for control in self._controls.values():
+            control.local.close()
+            control.close()
 
     def _divide(self, control: ControlGroup) -> None:
         """Tell a group which of its ranks are on which node, and connect the ranks of each; collective."""
@@ -154,9 +181,7 @@ class World:
         if everyone:
             self.heap.close()
             self.executor.stop()
-        for control in self._controls.values():
-            control.local.close()
-            control.close()
+        self._disconnect()
         if unseen:
             raise unseen[0]
 
@@ -190,6 +215,8 @@ def make_executor(heap: str) -> Any:
 
 
 _world: World | None = None
+#: Numbers for the torch groups that init makes, the same on all ranks.
+_groups_made = itertools.count()
 
 
 def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes: int | None = None) -> None:
@@ -204,7 +231,8 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
 
     Raises:
         RuntimeError: called twice, or the machine cannot (the message says what to do).
-        ValueError: unknown heap, no torch process group, or ranks that disagree.
+        ValueError: unknown heap, no torch process group, an environment that cannot be read, or ranks that disagree. After an
+            error nothing is left of the call, and it can be made again.
     """
     global _world
     if _world is not None:
@@ -212,11 +240,16 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
         raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")
     if group is not None:
         check_group(group)
-    logging.getLogger("fluxlike").setLevel(env.get("FLUXLIKE_LOG"))
+    logging.getLogger("fluxlike").setLevel(env.log_level())
     owns_torch = not dist.is_initialized()
-    if owns_torch:
-        _init_torch(heap)
-    _world = World(group or dist.distributed_c10d._get_default_group(), heap, heap_bytes, owns_torch)
+    try:
+        if owns_torch:
+            _init_torch(heap)
+        _world = World(group or dist.distributed_c10d._get_default_group(), heap, heap_bytes, owns_torch)
+    except BaseException:
+        if owns_torch and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 def _init_torch(heap: str) -> None:
@@ -226,13 +259,29 @@ def _init_torch(heap: str) -> None:
             f"torch.distributed is not initialised and {', '.join(missing)} is not set; start the program with "
             "scripts/launch.sh or torchrun, or call torch.distributed.init_process_group before fluxlike.init"
         )
-    if heap != "shm" and torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    on_gpus = heap != "shm" and torch.cuda.is_available()
+    if on_gpus:
+        torch.cuda.set_device(_local_gpu())
+    # torchrun's store outlives the group, and what the ranks of an earlier one said of where they are reached is still in it
+    store, rank, size = next(iter(rendezvous("env://")))
+    store = dist.PrefixStore(f"fluxlike.init {next(_groups_made)}", store)  # type: ignore[attr-defined]
+    if on_gpus:
         # Without device_id: with it a DeviceMesh of several dimensions splits this group by names that torch counts on each rank by
         # itself, and hangs if there was a group before that not all ranks are in (pytorch issues 145376 and 190396).
-        dist.init_process_group("cpu:gloo,cuda:nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _local_gpu() -> int:
+    """LOCAL_RANK, which the launcher sets, checked."""
+    text, gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not text.isdecimal() or int(text) >= gpus:
+        raise ValueError(
+            f"LOCAL_RANK={text!r} is not a whole number below {gpus}, the GPUs that torch sees here; start one process a GPU, as "
+            "scripts/launch.sh and torchrun do, and look at CUDA_VISIBLE_DEVICES; or use fluxlike.init(heap='shm') with CPU tensors"
+        )
+    return int(text)
 
 
 def current() -> World:
