@@ -126,9 +126,8 @@ def lose_a_signal(group, op, schedule, what, at):
     if dist.get_rank() == GUILTY:
         sabotage(ctx, what, at)
         # Its own waits fail as a consequence; with more patience it leaves the first word to those who met the cause.
-        os.environ["FLUXLIKE_TIMEOUT_S"] = str(4 * LIMIT_S)
+        ctx.limit_s = 4 * LIMIT_S
     told = survive(ctx, 5)
-    os.environ["FLUXLIKE_TIMEOUT_S"] = str(LIMIT_S)
     a_new_start(group, op, schedule)
     return told
 

@@ -242,6 +242,24 @@ def test_a_lost_signal_of_the_copy_engine(op):
         assert word in said, said
 
 
+def limited_when_made(group):
+    """The limit of a context's waits is the one that its messages name: that of its making, whatever the environment says later."""
+    with make_context("gemm_rs", "in_kernel", group) as ctx:
+        before = os.environ["FLUXLIKE_TIMEOUT_S"]
+        os.environ["FLUXLIKE_TIMEOUT_S"] = "0.01"
+        try:
+            if ctx.rank == 1:
+                time.sleep(1)
+            call(ctx, 1)
+        finally:
+            os.environ["FLUXLIKE_TIMEOUT_S"] = before
+        assert ctx.limit_s == float(before)
+
+
+def test_a_limit_is_that_of_the_context_s_making():
+    run_ranks(limited_when_made, 2)
+
+
 def exhausts(group):
     """More than the heap has, for a group that cannot make it grow: refused on all its ranks, and nothing is taken."""
     before = world.current().heap.in_use

@@ -388,7 +388,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
         gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
         if gone:
             raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ")
-    if time.monotonic() - _waits[me] > env.timeout_s():
+    if time.monotonic() - _waits[me] > context.limit_s:
         raise context.give_up(what, peer, want, seen)
 
 
