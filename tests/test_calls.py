@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, launches, poison, same, schedules
-from ranks import device, rows_slice, run_ranks
+from ranks import device, rows_slice, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import choice
@@ -253,6 +253,46 @@ def odd_choices_with_slow_copies(group):
 @pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))
 def test_any_candidate_gives_the_right_numbers(world):
     run_ranks(odd_choices_with_slow_copies, world)
+
+
+def outgrown(group):
+    """A graph will run in the memory of the context that it has captured, also when calls have got a larger one since."""
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    this = world.current()
+    calls = {
+        "gemm_rs": lambda m: fluxlike.gemm_rs(torch.ones(m, 8), torch.ones(8, 8)),
+        "all_reduce": lambda m: fluxlike.all_reduce(torch.ones(1000 * m), algo="one_shot"),
+    }
+    first = {}
+    for name, act in calls.items():
+
+        def kept(name=name):
+            return next(ctx for ctx in this.cached.values() if ctx.op == name)
+
+        act(4)
+        first[name] = old = kept()
+        this.executor.is_capturing = lambda: True
+        act(4)
+        this.executor.is_capturing = lambda: False
+        assert act(16)[0].eq(16 if name == "gemm_rs" else 2).all()
+        new = kept()
+        assert new is not old and not old.closed, f"{name}: the context of a graph was closed"
+        act(64)
+        assert kept() is not new and new.closed and not old.closed, f"{name}: of the second there was no graph"
+        act(4)
+    assert fluxlike.gemm_rs(torch.ones(4, 8), torch.ones(8, 8), first["gemm_rs"]).eq(16).all()  # as a replay would
+    this.executor.is_capturing = lambda: group.rank() == 1
+    calls["gemm_rs"](4)
+    this.executor.is_capturing = lambda: False
+    with pytest.raises(ValueError, match=r"replacing context .* 'captured': "):
+        calls["gemm_rs"](256)
+    fluxlike.finalize()
+    assert all(ctx.closed for ctx in first.values())
+
+
+def test_a_context_that_a_graph_captured_stays():
+    for outcome in run_fresh(outgrown, 2):
+        assert outcome.ok, str(outcome)
 
 
 def managers(group):

@@ -87,6 +87,8 @@ class GroupContext(metaclass=Making):
         self.stats = {"calls": 0, "launches": 0, "direct": 0, "products": 0}
         self.last_path = ""
         self.closed = False
+        #: Whether a CUDA graph holds calls of it, as far as `kept` knows.
+        self.captured = False
         #: Contexts that are of this one, and end with it.
         self.inner: list[GroupContext] = []
         self._error: Exception | None = None
@@ -419,12 +421,17 @@ def kept(
 
     Sizes are rounded up to a power of two, up to ``most``, so that a model with changing lengths settles quickly. Growing
     synchronises with the other ranks and allocates, which a graph capture cannot: RuntimeError with the remedy.
+
+    A context that calls have outgrown is closed, unless a CUDA graph has captured calls of it: replays use its memory, so it stays
+    open until finalize, beside the new one. The ranks must all have captured such calls, or none: else ValueError on all.
     """
     this = world.current()
     context = this.cached.get(key)
+    capturing = this.executor.is_capturing()
     if context is not None and context.fits(sizes):
+        context.captured |= capturing
         return context
-    if this.executor.is_capturing():
+    if capturing:
         raise RuntimeError(
             f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
             "pass a context of fluxlike.create_…_context"
@@ -432,7 +439,8 @@ def kept(
     wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
-        control.agree(f"replacing {context.label}", wanted)
-        context.close()
+        control.agree(f"replacing {context.label}", wanted | {"captured": context.captured})
+        if not context.captured:
+            context.close()
     this.cached[key] = context = make(wanted)
     return context
