@@ -102,6 +102,37 @@ def test_gradients_of_ag_gemm(world):
     run_ranks(ag_gradients, world, cases=cases if world == 2 else cases[:3])
 
 
+def second_derivatives(group):
+    """They are refused, whatever the gradient is of; first ones that could have had them are right, and so is the rest."""
+    size = dist.get_world_size(group)
+    x, w, p = (leaf(numbers(shape, seed)) for shape, seed in (((4 * size, 8), 1), ((8, 8), 2), ((1,), 3)))
+    calls = {
+        "gemm_rs": lambda: fluxlike.gemm_rs(x, w, group=group),
+        "gemm_ar": lambda: fluxlike.gemm_ar(x, w, group=group),
+        "ag_gemm": lambda: fluxlike.ag_gemm(x, w, group=group),
+        "ag_gemm of two": lambda: torch.cat(fluxlike.ag_gemm(x, [w, w[:3]], group=group), 1),
+        "ag_gemm that keeps": lambda: fluxlike.ag_gemm(x, w, group=group, return_gathered=True)[0],
+    }
+    for name, call in calls.items():
+        for wanted in ([x, w], [x], [w]):
+            for times in (1, 2):  # of a gradient that depends on nothing, and of one that depends on the result
+                firsts = torch.autograd.grad(call().pow(times).sum(), wanted)
+                kept = torch.autograd.grad(call().pow(times).sum(), wanted, create_graph=True)
+                assert all(torch.equal(a, b) for a, b in zip(firsts, kept, strict=True)), name
+                for grad in kept:
+                    with pytest.raises(RuntimeError, match=f"{name[:7]} has no second derivative.*create_graph"):
+                        grad.sum().backward(retain_graph=True)
+        first = torch.autograd.grad(call().sum(), [x])[0]
+        _, of_p = torch.autograd.grad((call() * p).sum(), [x, p], create_graph=True)
+        of_p.backward()  # the first derivative of the call
+        assert torch.equal(x.grad, first), name
+        x.grad = None
+
+
+def test_there_are_no_second_derivatives():
+    run_ranks(second_derivatives, 2)
+
+
 def beside_copies(group):
     """Shards that copy engines carry are on their way while the gemm_rs of the backward runs."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -123,7 +123,8 @@ def gemm_rs(
 
     Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op
     ``torch.ops.fluxlike.gemm_rs`` (see `ops.library`), which takes neither ``ctx`` nor ``out``. The backward is an ag_gemm on the
-    same group, so all ranks must go backward, too. Other calls do not pay for it: they do not go through torch's dispatcher.
+    same group, so all ranks must go backward, too. A second derivative is a RuntimeError where it is asked for. Other calls do not
+    pay for it: they do not go through torch's dispatcher.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N.

@@ -17,16 +17,19 @@ So both transfers of a backward are hidden under its first product, and the seco
 The forward of ag_gemm saves its shard, not the gathered input, R times as large; ``return_gathered`` keeps that and spares the
 second gather. Several weights of one gather have one gemm_rs in the backward, of their concatenation.
 db of gemm_rs is the whole gradient on every rank, with the same bits, as its bias is the same on all ranks.
+There are no second derivatives: of what is written above autograd would see a part only, and leave the rest out without a word.
 
 Other ranks wait for each call, so a compiler may neither drop, merge nor reorder calls. The ops are registered with an
 ordered effect: torch threads a token through them, which keeps all of them in their order, on every rank the same.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from ..kernels.tiles import rows_of
@@ -72,6 +75,29 @@ def _whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
     return x_shard.shape[0] * _place(name)[0] if m == EVEN else m
 
 
+def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """``backward``, whose results raise where autograd, which was told to create a graph, goes through them."""
+    why = (
+        f"fluxlike.{op} has no second derivative, and one is asked for: of a gradient that was made with create_graph=True; use "
+        "torch's products and collectives where a loss depends on gradients"
+    )
+
+    @functools.wraps(backward)
+    def once(ctx: Any, grads: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, grads)
+        if not torch.is_grad_enabled():
+            return results
+        leaves, spec = pytree.tree_flatten(results)
+
+        def refused(t: torch.Tensor) -> Any:
+            return torch._C._functions.DelayedError(why.encode(), 1)(t.detach().requires_grad_())  # type: ignore[attr-defined]
+
+        return pytree.tree_unflatten([refused(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)  # type: ignore
+
+    return once
+
+
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
 
 
@@ -102,7 +128,7 @@ def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dx, dw, db, None
 
 
-gemm_rs_op.register_autograd(_gemm_rs_backward, setup_context=_save_gemm_rs)
+gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward), setup_context=_save_gemm_rs)
 
 
 # -- ag_gemm --------------------------------------------------------------------------------------------------------------
@@ -174,7 +200,7 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return dx, dws, dbs, None, None, None
 
 
-ag_gemm_op.register_autograd(_ag_gemm_backward, setup_context=_save_ag_gemm)
+ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=_save_ag_gemm)
 
 
 # -- the backward of ag_gemm ----------------------------------------------------------------------------------------------
@@ -229,7 +255,7 @@ def _gemm_ar_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dy @ weight if wants_x else None, dy.T @ x if wants_weight else None, dy.sum(0) if wants_bias else None, None
 
 
-gemm_ar_op.register_autograd(_gemm_ar_backward, setup_context=_save_gemm_ar)
+gemm_ar_op.register_autograd(_once("gemm_ar", _gemm_ar_backward), setup_context=_save_gemm_ar)
 
 
 for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
