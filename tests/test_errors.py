@@ -111,25 +111,27 @@ def bad_calls(group):
     shard = here(24 // size, 8)
     alone = fluxlike.create_gemm_rs_context(24, 12, dtype=F32, group=group, schedule="copy_engine")
     ag = fluxlike.create_ag_gemm_context(24, 12, 8, F32, group, "in_kernel")
-    refuses(lambda: fluxlike.gemm_rs(x, w, ag), ValueError, "gemm_rs", "ag_gemm", "create_gemm_rs_context")
-    refuses(lambda: fluxlike.ag_gemm(shard, w, alone), ValueError, "ag_gemm", "gemm_rs", "create_ag_gemm_context")
-    refuses(lambda: fluxlike.gemm_rs(x, w, "ctx"), ValueError, "gemm_rs", "str", "create_gemm_rs_context")
     halves = ("float16", "float32", "dtype=torch.float16")
-    refuses(lambda: fluxlike.gemm_rs(x.half(), w.half(), alone), ValueError, *halves)
-    refuses(lambda: fluxlike.ag_gemm(shard.half(), w.half(), ag), ValueError, *halves)
-    refuses(lambda: fluxlike.gemm_rs(here(25, 8), w, alone), ValueError, "M=25", "max_m=24", "context", "max_m=25")
-    refuses(lambda: fluxlike.gemm_rs(x, here(13, 8), alone), ValueError, "N=13", "n=12", "n=13")
     longer = here(24 // size + 1, 8)
-    refuses(lambda: fluxlike.ag_gemm(longer, w, ag), ValueError, f"M={24 + size}", "max_m=24")
-    refuses(lambda: fluxlike.ag_gemm(here(24 // size, 9), here(12, 9), ag), ValueError, "K=9", "k=8", "k=9")
-    refuses(lambda: fluxlike.ag_gemm(shard, w, ag, m=26), ValueError, 24 // size, "m=26", "torch.chunk", f"rank {rank}")
-    refuses(lambda: fluxlike.ag_gemm(shard, [], ag), ValueError, "0 weights", "at least one")
-    refuses(lambda: fluxlike.ag_gemm(shard, [w, w], ag, bias=[None]), ValueError, "2 weights", "1 biases")
+    for gemm_rs, ag_gemm in ((fluxlike.gemm_rs, fluxlike.ag_gemm), (fluxlike.reference.gemm_rs, fluxlike.reference.ag_gemm)):
+        refuses(partial(gemm_rs, x, w, ag), ValueError, "gemm_rs", "ag_gemm", "create_gemm_rs_context")
+        refuses(partial(ag_gemm, shard, w, alone), ValueError, "ag_gemm", "gemm_rs", "create_ag_gemm_context")
+        refuses(partial(gemm_rs, x, w, "ctx"), ValueError, "gemm_rs", "str", "create_gemm_rs_context")
+        refuses(partial(gemm_rs, x.half(), w.half(), alone), ValueError, *halves)
+        refuses(partial(ag_gemm, shard.half(), w.half(), ag), ValueError, *halves)
+        refuses(partial(gemm_rs, here(25, 8), w, alone), ValueError, "M=25", "max_m=24", "context", "max_m=25")
+        refuses(partial(gemm_rs, x, here(13, 8), alone), ValueError, "N=13", "n=12", "n=13")
+        refuses(partial(ag_gemm, longer, w, ag), ValueError, f"M={24 + size}", "max_m=24")
+        refuses(partial(ag_gemm, here(24 // size, 9), here(12, 9), ag), ValueError, "K=9", "k=8", "k=9")
+        refuses(partial(ag_gemm, shard, w, ag, m=26), ValueError, 24 // size, "m=26", "torch.chunk", f"rank {rank}")
+        refuses(partial(ag_gemm, shard, [], ag), ValueError, "0 weights", "at least one")
+        refuses(partial(ag_gemm, shard, [w, w], ag, bias=[None]), ValueError, "2 weights", "1 biases")
     works(group, alone, ag)
     alone.close()
     ag.close()
     refuses(lambda: fluxlike.gemm_rs(x, w, alone), RuntimeError, "gemm_rs", "closed", "create_gemm_rs_context")
     refuses(lambda: fluxlike.ag_gemm(shard, w, ag), RuntimeError, "ag_gemm", "closed", "create_ag_gemm_context")
+    refuses(lambda: fluxlike.reference.ag_gemm(shard, w, ag), RuntimeError, "ag_gemm", "closed", "create_ag_gemm_context")
     refuses(alone.check, RuntimeError, "closed")
     works(group)
 
@@ -256,6 +258,16 @@ def disagreement(group):
             refuses(partial(make, *sizes, group), ValueError, good[differs], other[differs], "rank", "same arguments")
         odd_one = partial(make, 16, 16, 16, F32, group, "in_kernel" if odd else "copy_engine")
         refuses(odd_one, ValueError, "in_kernel", "copy_engine", "same arguments")
+    ref = fluxlike.reference
+    for act, x, w, shown in (
+        (ref.gemm_rs, here(24 + odd, 8), here(12, 8), "(25, 12, 'torch.float32')"),
+        (ref.gemm_ar, here(24, 8), here(12 + odd, 8), "(24, 13, 'torch.float32')"),
+        (ref.ag_gemm, here(6, 8 + odd), here(12, 8 + odd), f"({6 * dist.get_world_size(group)}, 9, 'torch.float32')"),
+        (ref.gemm_rs, *(here(12, 8, dtype=BF16 if odd else F32) for _ in range(2)), "(12, 12, 'torch.bfloat16')"),
+    ):
+        refuses(partial(act, x, w, group=group), ValueError, f"reference.{act.__name__}", shown, "same arguments")
+        words = ["(K) must be equal"] + ["rank 1 failed"] * (not odd)
+        refuses(partial(act, here(6, 8), here(12, 8 + odd), group=group), ValueError, *words)
     works(group)
 
 

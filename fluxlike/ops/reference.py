@@ -2,18 +2,23 @@
 
 They use the host freely and hide nothing. Sums over ranks are made in fp32, so they are also a little more exact than
 ``torch.matmul`` + ``reduce_scatter_tensor`` in a 16-bit dtype. They are without gradients: results want none, whatever the inputs.
+What one rank does wrong, and sizes that differ between ranks, are an error on all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..kernels.tiles import rows_of
+from ..kernels.tiles import chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from . import validate
+from .ag_gemm import AGGemmContext
+from .gemm_ar import GemmARContext
+from .gemm_rs import GemmRSContext
 from .group import resolve
+from .nodes import NodesContext
 from .sparse_index import entries_of
 
 
@@ -28,9 +33,14 @@ def gemm_ar(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fluxlike.gemm_ar` by one fp32 product and one fp32 all-reduce."""
-    validate.operands("gemm_ar", x, weight, bias)
-    control = resolve(group) if ctx is None else ctx.control
-    return validate.output("gemm_ar", out, (x.shape[0], weight.shape[0]), x, weight, bias).copy_(_total(x, weight, bias, control))
+
+    def check(_: ControlGroup) -> tuple[Any, torch.Tensor]:
+        validate.operands("gemm_ar", x, weight, bias)
+        m, n = _fitting("gemm_ar", ctx, group, x, weight)
+        return (m, n), validate.output("gemm_ar", out, (m, n), x, weight, bias)
+
+    control, y = _checked("gemm_ar", ctx, GemmARContext, group, x, "M, N", check)
+    return y.copy_(_total(x, weight, bias, control))
 
 
 @torch.no_grad()
@@ -44,13 +54,41 @@ def gemm_rs(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fluxlike.gemm_rs` by one fp32 product, one fp32 all-reduce and a slice."""
-    validate.operands("gemm_rs", x, weight, bias)
+
+    def check(control: ControlGroup) -> tuple[Any, torch.Tensor]:
+        validate.operands("gemm_rs", x, weight, bias)
+        m, n = _fitting("gemm_rs", ctx, group, x, weight)
+        return (m, n), validate.output("gemm_rs", out, (rows_of(m, control.size, control.rank), n), x, weight, bias)
+
+    control, y = _checked("gemm_rs", ctx, (GemmRSContext, NodesContext), group, x, "M, N", check)
+    start = control.rank * chunk_rows(x.shape[0], control.size)
+    return y.copy_(_total(x, weight, bias, control)[start : start + len(y)])
+
+
+def _checked(
+    op: str, ctx: Any, kind: Any, group: Any, x: Any, sizes: str, check: Callable[[ControlGroup], tuple[Any, Any]]
+) -> tuple[ControlGroup, Any]:
+    """The group of a call and what ``check`` makes of its operands, beside the ``sizes`` that all ranks must have.
+
+    All ranks raise if one finds an error, or if they differ.
+    """
+    validate.context(op, ctx, kind)
     control = resolve(group) if ctx is None else ctx.control
+    said, made, error = (), None, None
+    try:
+        said, made = check(control)
+    except (RuntimeError, ValueError) as problem:
+        error = problem
+    control.agree(f"reference.{op}: {sizes}, dtype", (*said, str(getattr(x, "dtype", None))), error)
+    return control, made
+
+
+def _fitting(op: str, ctx: Any, group: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[int, int]:
+    """M and N of a call that fits its context, if it has one."""
     m, n = x.shape[0], weight.shape[0]
-    rows = rows_of(m, control.size, control.rank)
-    y = validate.output("gemm_rs", out, (rows, n), x, weight, bias)
-    start = control.rank * -(-m // control.size)
-    return y.copy_(_total(x, weight, bias, control)[start : start + rows])
+    if ctx is not None:
+        validate.call(op, ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+    return m, n
 
 
 def _total(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, control: ControlGroup) -> torch.Tensor:
@@ -72,9 +110,17 @@ def ag_gemm(
     m: int | None = None,
 ) -> Any:
     """`fluxlike.ag_gemm` by one all-gather of shards padded to equal size and one product a weight."""
-    control = resolve(group) if ctx is None else ctx.control
-    weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
-    full = -(-m // control.size)
+
+    def check(control: ControlGroup) -> tuple[Any, Any]:
+        checked = validate.gathered_operands(x_shard, weight, bias, m, control)
+        rows, k = checked[2], x_shard.shape[1]
+        if ctx is not None:
+            validate.call("ag_gemm", ctx, group, x_shard, {"M": (rows, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
+        return (rows, k), checked
+
+    control, checked = _checked("ag_gemm", ctx, (AGGemmContext, NodesContext), group, x_shard, "M, K", check)
+    weights, biases, m = checked
+    full = chunk_rows(m, control.size)
     padded = x_shard.new_zeros(full, x_shard.shape[1])
     padded[: x_shard.shape[0]] = x_shard
     parts = [torch.empty_like(padded) for _ in range(control.size)]
