@@ -95,6 +95,9 @@ def every_schedule(group):
     for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
         with pytest.raises(ValueError, match="'decomposed' is not for dtype"):
             make(12, 16, 16, dtype=torch.float32, schedule="decomposed")
+    os.environ["FLUXLIKE_TORCH_PRODUCTS"] = str(world.current().control.node)  # the nodes differ, the ranks of each do not
+    with pytest.raises(ValueError, match="'FLUXLIKE_TORCH_PRODUCTS': 0} and rank"):
+        fluxlike.create_gemm_rs_context(12, 16)
     fluxlike.finalize()
 
 

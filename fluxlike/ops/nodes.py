@@ -81,7 +81,8 @@ class NodesContext(metaclass=Making):
                         make(here, **sizes)
                     except (RuntimeError, ValueError) as problem:
                         error = problem
-                    control.agree(f"{what}: {part}", None, error)
+                    alike = self.inner and {"FLUXLIKE_TORCH_PRODUCTS": int(self.inner.tuned.torch_products)}
+                    control.agree(f"{what}: {part}", alike, error)
             except BaseException:
                 self._drop()
                 raise
