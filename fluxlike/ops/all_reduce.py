@@ -102,7 +102,8 @@ def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGrou
     with control.lock, torch.no_grad():
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:
-            exchange.context(KIND, control, "bulk", 1).record(elements=0)
+            said = exchange.recorded(0, xs[0].dtype, op=op, algo=algo)
+            exchange.context(KIND, control, "bulk", 1, said).record(**said)
         elements = sum(x.numel() for x, _ in some)
         for pieces in _launches(some, trees.PIECE if algo == "trees" else exchange.PIECE):
             _launch(control, pieces, op, algo, elements)
@@ -133,12 +134,15 @@ class _Plan(NamedTuple):
 def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: int) -> None:
     """One launch: of one tensor, or of several. ``of``: elements of the whole call."""
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
+    said = exchange.recorded(sum(sizes), dtype, op=op, algo=algo)
+    if len(sizes) > 1:
+        said |= dict(tensors=len(sizes), sizes=exchange.listed(sizes))
     if algo == "auto":
         algo = choose(sum(sizes) * dtype.itemsize, control.size)
     row = blocks_of(sizes, algo, dtype, control.size)
-    ctx = trees.context(control, row) if algo == "trees" else exchange.context(KIND, control, algo, row)
+    ctx = trees.context(control, row, said) if algo == "trees" else exchange.context(KIND, control, algo, row, said)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
-    ctx.begin(algo, elements=sum(sizes), tensors=len(sizes), op=op, dtype=str(dtype).removeprefix("torch."))
+    ctx.begin(algo, **said)
     queue(ctx, pairs, algo, op, row, several)
 
 

@@ -155,7 +155,7 @@ def _run(
     kind: Kind, control: ControlGroup, x: torch.Tensor, y: torch.Tensor, chunk: int, n: int, op: str, algo: str, root: int = -1
 ) -> None:
     """``n`` elements in all, cut into as many launches as needed. ``chunk``: from the part of a rank to that of the next."""
-    said: dict[str, Any] = dict(elements=n, dtype=str(x.dtype).removeprefix("torch."))
+    said = exchange.recorded(n, x.dtype, algo=algo)
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
     if algo == "auto" and x.dtype not in DTYPES:  # for which there are no words
         algo = "bulk"
@@ -169,9 +169,9 @@ def _run(
         algo = exchange.choose(width * itemsize, control.size)
     with control.lock:
         if n == 0:
-            exchange.context(kind, control, "bulk", 1).record(**said)
+            exchange.context(kind, control, "bulk", 1, said).record(**said)
         for start, parts in exchange.pieces(n, chunk, width if n else 0, algo, itemsize, control.size):
-            ctx = exchange.context(kind, control, algo, parts.blocks)
+            ctx = exchange.context(kind, control, algo, parts.blocks, said)
             ctx.begin(algo, **said)
             here = x[start:], y[start:]
             exchange.launch_for(ctx, algo, *here, parts, op, root)(here)

@@ -1,6 +1,8 @@
 """What the operations on parts of tensors share: memory, and launches of the kernels of `kernels/exchange.py`."""
 
+import functools
 import math
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -129,15 +131,29 @@ class ExchangeContext(EpochContext):
         return self.prepare(kernel, programs, args, constants, compiled, (0, 1) if table is None else (0, 1, 2))
 
 
-def context(kind: Kind, control: ControlGroup, algo: str, blocks: int) -> ExchangeContext:
-    """The context of an operation on a group, with room for rows of so many blocks; see `kept`."""
+def context(kind: Kind, control: ControlGroup, algo: str, blocks: int, said: dict[str, Any]) -> ExchangeContext:
+    """The context of an operation on a group, with room for rows of so many blocks; see `kept`. ``said``: of the call's record."""
 
     def make(wanted: dict[str, int]) -> ExchangeContext:
+        # else each would push to where it has its own memory
+        control.agree(f"fluxlike.{kind.name}", [f"{name}={value}" for name, value in said.items()])
         return ExchangeContext(kind, control, **wanted)
 
     bulk = algo == "bulk"
     sizes = {"words": 1 if bulk else blocks, "bulk": blocks if bulk else 1}
     return kept((kind.name, control.name), control, sizes, make, 1 << 31)
+
+
+def recorded(elements: int, dtype: torch.dtype, **named: Any) -> dict[str, Any]:
+    """What the record of a call says, which the ranks must have alike; ``named``: what the caller named."""
+    return dict(elements=elements, dtype=str(dtype).removeprefix("torch."), **named)
+
+
+@functools.lru_cache(1024)
+def listed(sizes: tuple[int, ...]) -> str:
+    """The sizes of a list in their order, as a short text that no other list has; made once, as lists come again."""
+    text = "+".join(map(str, sizes))
+    return text if len(text) <= 40 else f"{text[:30]}..{zlib.crc32(text.encode()):08x}"
 
 
 def choose(nbytes: int, ranks: int) -> str:

@@ -143,7 +143,7 @@ class SparseAllReduceContext(EpochContext):
 
         ``scatter``: each rank gets its part of the table only.
         """
-        self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 112 characters
+        self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 176 characters
         self._stream = self.world.executor.on_same_stream(self._stream)
         joined = ExitStack()
         joined.enter_context(self._lanes.forked())

@@ -65,10 +65,11 @@ class TreeContext(EpochContext):
         return self.prepare(all_reduce_trees_kernel, 2 * min(half, blocks), args, constants, OF_BULK, varying)
 
 
-def context(control: ControlGroup, blocks: int) -> TreeContext:
-    """The context of a group, with room for so many blocks; see `kept`."""
+def context(control: ControlGroup, blocks: int, said: dict[str, Any]) -> TreeContext:
+    """The context of a group, with room for so many blocks; see `kept`. ``said``: of the call's record."""
 
     def make(wanted: dict[str, int]) -> TreeContext:
+        control.agree("fluxlike.all_reduce", [f"{name}={value}" for name, value in said.items()])
         return TreeContext(control, **wanted)
 
     return kept(("all_reduce over trees", control.name), control, {"blocks": blocks}, make, 1 << 31)

@@ -35,7 +35,7 @@ from .errors import CallMismatch
 CALL, MEETING = 0, 1
 #: Entries of a ring. A GPU's host may be as many launches ahead of another's as the driver queues, about a thousand.
 RING = 1024
-_TEXT = 112
+_TEXT = 176
 _ENTRY = struct.Struct(f"<qIi{_TEXT}s")
 # words: number of the last entry, process, its start time, frozen
 _NUMBER, _PID, _SINCE, _FROZEN = range(4)
@@ -121,7 +121,9 @@ class CallBoard:
         return None
 
     def _write(self, text: str, kind: int) -> None:
-        line = text.encode()[:_TEXT]
+        line = text.encode()
+        if len(line) > _TEXT:  # what differs may stand in the part that is left out
+            line = line[: _TEXT - 10] + b"..%08x" % zlib.crc32(line)
         self._chain = zlib.crc32(line, self._chain)
         self._number += 1
         self._entry = _ENTRY.pack(self._number, self._chain, kind, line)
