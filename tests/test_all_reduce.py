@@ -136,10 +136,17 @@ def refusals(group):
         (lambda: fluxlike.all_reduce([1.0], group), "x is float, it must be a tensor"),
         (lambda: fluxlike.all_reduce(x.to("meta"), group), "this rank's heap is on"),
         (lambda: fluxlike.all_reduce_(torch.zeros(4, 4, device=device()).T, group), "must be contiguous, or use all_reduce"),
+        (lambda: fluxlike.all_reduce_(x[:1].expand(4), group), "x has strides (0,); it must be contiguous, or use all_reduce"),
+        (lambda: fluxlike.all_reduce_([x, x], group), "x[0] and x[1] overlap in memory (x[1] begins 0 bytes behind"),
+        (lambda: fluxlike.all_reduce_([x[2:], x[:0], x[:3]], group), "x[2] and x[0] overlap in memory (x[0] begins 8 bytes"),
+        (lambda: fluxlike.all_reduce_([x[:2], x.view(2, 2)[:1]], group), "name memory once, or use all_reduce"),
     ):
         said, _ = told(wrong, ValueError)
         assert says in said, said
-    assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, float(dist.get_world_size(group))))
+    size = float(dist.get_world_size(group))
+    assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, size))
+    fluxlike.all_reduce_([x[3:].fill_(1), x[3:3], x[:2].fill_(2)], group)  # parts of one memory, side by side and apart
+    assert x.tolist() == [2 * size, 2 * size, 0, size]
 
 
 def test_bad_calls():

@@ -4,6 +4,7 @@ Read with `kernels/exchange.py`, which holds the protocol, and `kernels/all_redu
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -64,13 +65,28 @@ def all_reduce(
 def all_reduce_(
     x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
 ) -> Any:
-    """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it."""
+    """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
     xs = _checked(x, op, algo)
     for t in xs:
         if not t.is_contiguous():
             raise ValueError(f"all_reduce_: x has strides {t.stride()}; it must be contiguous, or use all_reduce")
+    _apart(xs)
     _run(xs, xs, group, op, algo)
     return x
+
+
+def _apart(xs: list[torch.Tensor]) -> None:
+    """No two tensors of a list that is written to have memory in common."""
+    if len(xs) == 1:
+        return
+    itemsize = xs[0].element_size()
+    places = sorted([(t.data_ptr(), n, i) for i, t in enumerate(xs) if (n := t.numel())])
+    for (start, n, i), (other, _, j) in itertools.pairwise(places):
+        if other < start + n * itemsize:
+            raise ValueError(
+                f"all_reduce_: x[{i}] and x[{j}] overlap in memory (x[{j}] begins {other - start} bytes behind x[{i}]), "
+                "and each is written while the other is read; name memory once, or use all_reduce"
+            )
 
 
 def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
