@@ -139,17 +139,15 @@ def refusals(group):
     rank = dist.get_rank(group)
     for wrong, says in (
         (lambda: fluxlike.reduce_scatter(x, group, "prod"), "reduce_scatter: op='prod' is not one of 'sum', 'avg', 'max'"),
+        (lambda: fluxlike.reduce_scatter(x, group, ["sum"]), "reduce_scatter: op=['sum'] is not one of 'sum', 'avg', 'max'"),
         (lambda: fluxlike.all_gather(x.int(), group, algo="words"), "all_gather: algo='words' is for bfloat16, float16"),
         (lambda: fluxlike.all_gather(x, group, algo="ring"), "all_gather: algo='ring' is not one of 'auto', 'words', 'bulk'"),
-        (lambda: fluxlike.reduce(x.int(), 0, group), "reduce: x has dtype torch.int32"),
         (lambda: fluxlike.broadcast(x, 2, group), "broadcast: root=2 is no rank of the group"),
         (lambda: fluxlike.reduce(x, True, group), "reduce: root=True is no rank of the group"),
-        (lambda: fluxlike.broadcast([1.0], 0, group), "x is list, it must be a tensor"),
         (lambda: fluxlike.all_gather(x, group, 6 + 4 * rank), "4 rows, which are not those of rank"),
         (lambda: fluxlike.all_gather(x, group, -1), "m=-1 rows"),
         (lambda: fluxlike.reduce_scatter(x[0, 0], group), "no dimensions"),
         (lambda: fluxlike.all_gather(x.to(torch.complex64).conj(), group), "use x.resolve_conj()"),
-        (lambda: fluxlike.broadcast(x.to("meta"), 0, group), "this rank's heap is on"),
     ):
         said, _ = told(wrong, ValueError)
         assert says in said, said
@@ -158,6 +156,72 @@ def refusals(group):
 
 def test_bad_calls():
     run_ranks(refusals, 2)
+
+
+#: What no operation of the family takes, what those that add up do not, and what the message says; made of a float32 matrix.
+NEVER = (
+    (lambda x: None, "x is NoneType, it must be a tensor; use torch.tensor"),
+    (lambda x: x.cpu().numpy(), "x is ndarray, it must be a tensor; use torch.tensor"),
+    (lambda x: x.to("meta"), "x is on meta, this rank's heap is on"),
+    (lambda x: x.to_sparse(), "x has layout torch.sparse_coo, it must be dense (torch.strided); use x.to_dense()"),
+    (lambda x: x.to_sparse_csr(), "x has layout torch.sparse_csr, it must be dense (torch.strided); use x.to_dense()"),
+    (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "x is a quantized tensor (torch.qint8)"),
+    (lambda x: torch.nested.nested_tensor([x, x[:1]]), "x is a nested tensor (torch.float32)"),
+    (lambda x: torch._neg_view(x), "use x.resolve_neg()"),
+)
+NOT_ADDED = (
+    *((lambda x, dtype=dtype: x.to(dtype), f"x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+      for dtype in (torch.bool, torch.int32, torch.uint8, torch.int64, torch.float64)),
+    (lambda x: x.to(torch.complex64), "x has dtype torch.complex64, it must be bfloat16, float16 or float32; use torch.view_as"),
+)  # fmt: skip
+FAMILY = {
+    "all_reduce": lambda x, group: fluxlike.all_reduce(x, group),
+    "all_reduce of a list": lambda x, group: fluxlike.all_reduce([x], group),
+    "all_reduce in place": lambda x, group: fluxlike.all_reduce_(x, group),
+    "reduce_scatter": lambda x, group: fluxlike.reduce_scatter(x, group),
+    "all_gather": lambda x, group: fluxlike.all_gather(x, group),
+    "reduce": lambda x, group: fluxlike.reduce(x, 0, group),
+    "broadcast": lambda x, group: fluxlike.broadcast(x, 0, group),
+    "gemm_ar": lambda x, group: fluxlike.gemm_ar(x, torch.ones(2, 4, device=device()), group=group),
+}
+
+
+def bad_tensors(group):
+    for name, act in FAMILY.items():
+        for number, (broken, says) in enumerate(NEVER + (() if name in ("all_gather", "broadcast") else NOT_ADDED)):
+            said, _ = told(lambda: act(broken(torch.ones(4, 4, device=device())), group), ValueError, TypeError)  # noqa: B023
+            if name == "gemm_ar":  # whose x has two dimensions and whose remedies are others
+                says = says.partition(",")[0].replace("; use", "").partition(" it must")[0]
+            assert said.startswith(f"ValueError: {name.split()[0]}: x ") and says in said, f"{name} {number}: {said}"
+    for empty in ([], ()):
+        said, _ = told(lambda: fluxlike.all_reduce(empty, group), ValueError)  # noqa: B023
+        assert f"x is a {type(empty).__name__} without tensors; pass at least one" in said, said
+    assert fluxlike.all_reduce(torch.ones(1, device=device()), group).item() == dist.get_world_size(group)
+
+
+def test_bad_tensors():
+    run_ranks(bad_tensors, 2)
+
+
+def one_bad_rank(group):
+    """As with the other operations: refused where it is, the others are told when that rank goes on, and new calls work."""
+    rank = dist.get_rank(group)
+    for name, act in FAMILY.items():
+        works = lambda: act(torch.ones(4, 4, device=device()), group)  # noqa: B023, E731
+        works()
+        if rank == 1:
+            said, _ = told(lambda: act(torch.ones(4, 4, device=device()).to_sparse(), group), ValueError)  # noqa: B023
+            assert "x has layout torch.sparse_coo" in said, said
+        else:
+            said, seconds = told(lambda: [works() for _ in range(4)], ValueError)  # noqa: B023
+            assert "create_gemm_rs_context" in said and seconds < 30, f"{name}: {said} after {seconds}"
+        while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:
+            assert rank == 1  # who has not been told before
+        works()
+
+
+def test_a_bad_tensor_on_one_rank():
+    run_ranks(one_bad_rank, 2)
 
 
 def differ(group):

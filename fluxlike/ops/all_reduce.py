@@ -17,7 +17,6 @@ from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, trees, validate
-from .context import DTYPES
 from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, resolve
 
@@ -42,7 +41,7 @@ def all_reduce(
             "bulk" (the same with signals beside the data, for large tensors), or "auto", the one of these that is expected to be
             fastest; or "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
             FLUXLIKE_TOPOLOGY or, without it, for this machine; one up to FLUXLIKE_TREE_ARRAY_BOUND elements, beyond one for each
-            rank. The ranks agree on the plan when they first use it, and keep it.
+            rank. The ranks agree on the plan when they first use it, and keep it. All ranks must name the same, as with op.
 
     Returns:
         A new tensor, or a list of them, contiguous, with the shape and dtype of x.
@@ -52,8 +51,9 @@ def all_reduce(
     bits on all ranks and on every repeat, but perhaps not those of the other algorithms. Without gradients.
 
     Raises:
-        ValueError: dtypes, devices, names that do not fit; ranks that make different calls; with "trees", a topology that is of
-            another number of GPUs, or not the same on all ranks. RuntimeError: no init; "trees" without a topology or a GPU.
+        ValueError: dtypes, devices, names that do not fit; no tensors; ranks that make different calls; with "trees", a topology
+            that is of another number of GPUs, or not the same on all ranks.
+        RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
     xs = _checked(x, op, algo)
@@ -91,17 +91,17 @@ def _apart(xs: list[torch.Tensor]) -> None:
 
 def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
     """The tensors of a call, as a list."""
-    if op not in OPS:
-        raise ValueError(f"all_reduce: op={op!r} is not one of {', '.join(map(repr, OPS))}")
+    validate.reduction("all_reduce", op)
     error = check_algorithm("all_reduce", algo, "trees")
     if error is not None:
         raise error
     xs = [x] if isinstance(x, torch.Tensor) else list(x) if isinstance(x, (list, tuple)) else [x]
+    if not xs:
+        raise ValueError(f"all_reduce: x is a {type(x).__name__} without tensors; pass at least one, as many on all ranks")
     device = world.current().device
     for t in xs:
         validate.readable("all_reduce", "x", t, None, device)
-        if t.dtype not in DTYPES:
-            raise ValueError(f"all_reduce: x has dtype {t.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+        validate.summable("all_reduce", t)
         if t.dtype != xs[0].dtype:
             raise ValueError(f"all_reduce: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
     return xs

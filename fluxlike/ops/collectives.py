@@ -25,7 +25,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, validate
 from .context import DTYPES
-from .exchange import OPS, Kind
+from .exchange import Kind
 from .group import resolve
 
 REDUCE_SCATTER = Kind("reduce_scatter", scatter=True)
@@ -126,15 +126,15 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
 
 def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> None:
     """A tensor of ``dims`` dimensions or more; with an ``op``, of numbers."""
-    if op is not None and op not in OPS:
-        raise ValueError(f"{name}: op={op!r} is not one of {', '.join(map(repr, OPS))}")
+    if op is not None:
+        validate.reduction(name, op)
     if algo not in ("auto", *ALGORITHMS):
         raise ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS)))}")
     validate.readable(name, "x", x, None, world.current().device)
     if algo == "words" and x.dtype not in DTYPES:
         raise ValueError(f"{name}: algo='words' is for bfloat16, float16 and float32, and x has dtype {x.dtype}; use algo='bulk'")
-    if op is not None and x.dtype not in DTYPES:
-        raise ValueError(f"{name}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+    if op is not None:
+        validate.summable(name, x)
     if x.is_conj():
         raise ValueError(f"{name}: x is a lazily conjugated view, whose memory has other numbers; use x.resolve_conj()")
     if x.dim() < dims:

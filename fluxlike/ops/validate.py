@@ -10,6 +10,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES
+from .exchange import OPS
 
 
 def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
@@ -78,6 +79,9 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device) -> None:
     """t is a tensor of ``dims`` dimensions, or any, whose elements lie in this device's memory as its strides say."""
+    if isinstance(t, torch.Tensor) and (t.is_quantized or t.is_nested):
+        kind, remedy = ("quantized", "dequantize()") if t.is_quantized else ("nested", "to_padded_tensor(0.0)")
+        raise ValueError(f"{op}: {name} is a {kind} tensor ({t.dtype}), it must be a plain one; use {name}.{remedy}")
     if not isinstance(t, torch.Tensor) or (dims is not None and t.dim() != dims):
         found = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
         wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {dims} dimensions; use .reshape or .flatten"
@@ -93,6 +97,19 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
             f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
             f"DTensor {name}.to_local()"
         )
+
+
+def summable(op: str, x: torch.Tensor) -> None:
+    """x has a dtype in which sums over the ranks are made."""
+    if x.dtype not in DTYPES:
+        remedy = "torch.view_as_real(x)" if x.is_complex() else "x.to(torch.float32)"
+        raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
+
+
+def reduction(op: str, name: Any) -> None:
+    """``name`` is that of a way to reduce."""
+    if name not in tuple(OPS):  # also what cannot be looked up
+        raise ValueError(f"{op}: op={name!r} is not one of {', '.join(map(repr, OPS))}")
 
 
 def countable(op: str, name: str, size: int) -> None:
