@@ -250,6 +250,93 @@ def test_ids_ahead():
     run_ranks(ahead, 3)
 
 
+class Late:
+    """What the device reports of ids, as the host of a GPU sees it: once it has waited for the device."""
+
+    def __init__(self, ctx):
+        self.word, self.there = ctx._differed, False
+        ctx._differed = self
+
+    @property
+    def value(self):
+        return self.word.value if self.there else 0
+
+    def wait(self):
+        self.there = True
+
+
+def other_ids_last(group):
+    """Rank 1's gradient has other ids than were started, and nothing asks for it but the end: that end raises, on rank 1 only."""
+    fluxlike.init(heap="shm")
+    executor, ids, shape = world.current().executor, [1, 2, 1], (5, 4)
+    for look in ("check", "close", "a right call, then close", "with", "with an exception", "finalize"):
+        ctx = fluxlike.create_sparse_all_reduce_context(shape, 3)
+        executor.synchronize = Late(ctx).wait
+
+        def call(started):
+            ctx.start_indices(torch.tensor(started))  # noqa: B023
+            fluxlike.sparse_all_reduce(gradient(ids, shape), ctx=ctx)  # noqa: B023
+
+        def leaves(error):
+            with ctx:  # noqa: B023
+                if error is not None:
+                    raise error
+
+        call([1, 2, 1 + group.rank()])
+        if look.startswith("a right call"):
+            call(ids)
+        check = ctx.check if group.rank() else lambda: None
+        act = {"check": check, "with": lambda: leaves(None), "with an exception": lambda: leaves(KeyError("of the caller"))}
+        said, _ = told(fluxlike.finalize if look == "finalize" else act.get(look, ctx.close), ValueError, KeyError)
+        if look == "with an exception":
+            assert said == "KeyError: 'of the caller'", said
+        elif group.rank() == 1:
+            assert "ValueError: sparse_all_reduce: a gradient had other ids than were started" in said, f"{look}: {said}"
+        else:
+            assert not said, f"{look}: {said}"
+        if look == "check":
+            dist.barrier(group)
+            assert told(ctx.check, ValueError, RuntimeError)[0], "nobody has told this rank that its result is wrong"
+            ctx.close()
+        assert ctx.closed, look
+        del executor.synchronize
+    assert not fluxlike.is_initialized()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+def test_other_ids_in_the_last_call():
+    for outcome in run_fresh(other_ids_last, 2, grace=10):
+        assert outcome.ok, str(outcome)
+
+
+def other_ids_on_a_gpu(group):
+    """Without a word from the host in the call, and a right call behind it."""
+    ids = torch.arange(300, device=device())
+    ctx = fluxlike.create_sparse_all_reduce_context((5000, 64), 300, group=group)
+    x = gradient(ids.tolist(), (5000, 64))
+
+    def call(started):
+        ctx.start_indices(started)
+        fluxlike.sparse_all_reduce(x, "sum", group, "padded", ctx=ctx)
+
+    call(ids)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(1 << 28)  # the host is ahead
+        call(ids + 1)
+        call(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(ValueError, match="other ids than were started"):
+        ctx.close()
+
+
+@pytest.mark.gpu
+def test_other_ids_in_the_last_call_on_a_gpu():
+    run_ranks(other_ids_on_a_gpu, 1)
+
+
 def refusals(group):
     x = gradient([1, 1, 2], (5, 4))
     one = fluxlike.sparse_all_reduce

@@ -362,10 +362,10 @@ class GroupContext(metaclass=Making):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             self.close()
-        except CallMismatch as mismatch:
+        except ValueError as problem:  # a mismatch, or what the last calls have found out
             if error is None:
                 raise
-            world.log.warning("rank %d: %s", self.group_ranks[self.rank], mismatch)  # beside the error that is on its way
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], problem)  # beside the error that is on its way
 
 
 _by_ctl: dict[int, GroupContext] = {}

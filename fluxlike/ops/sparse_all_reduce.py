@@ -90,6 +90,8 @@ class SparseAllReduceContext(EpochContext):
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None
         self._no_sums = torch.empty(1, width, dtype=torch.float32, device=self.device)
+        #: Calls so far whose ids were not those that had been started; on the device, and as the host has heard of them.
+        self._unlike = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._differs = self.world.executor.report(1)
         self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
@@ -187,16 +189,35 @@ class SparseAllReduceContext(EpochContext):
                 )  # fmt: skip
         pending.joined.close()
         if pending.ids is not ids:
-            self._differs.copy_((pending.ids != ids).any().to(torch.int64).view(1), non_blocking=True)
+            self._unlike.add_((pending.ids != ids).any())  # it only grows: the host may not look before a later call is right
+            self._differs.copy_(self._unlike, non_blocking=True)
         return pending
 
-    def raise_if_failed(self) -> None:
-        if self._differed.value:
-            self._differed.value = 0
-            error = ValueError(f"{NAME}: a gradient had other ids than were started for it, so its result is wrong; start its own")
-            self._broken(error)
-            raise error
-        super().raise_if_failed()
+    def failure(self) -> Exception | None:
+        if self._error is None and self._differed.value:
+            with self.control.lock:
+                self._error = ValueError(
+                    f"{NAME}: a gradient had other ids than were started for it, so its result is wrong on all ranks; start "
+                    "those of the gradient, in its order. Close the context and make a new one"
+                )
+                self.board.freeze()
+            self._release()
+        return super().failure()
+
+    def unseen_failure(self) -> Exception | None:
+        unseen = super().unseen_failure()
+        self._seen = self._seen or unseen is not None  # so that finalize, which raises it, can close this context
+        return unseen
+
+    def close(self) -> None:
+        """As `GroupContext.close`. Raises ValueError, when all is done, if ids were not those started, and nobody was told."""
+        if self.closed or self.world.is_forked:
+            return
+        self.world.executor.synchronize()
+        unseen = self.unseen_failure() if self._differed.value else None
+        super().close()
+        if unseen is not None:
+            raise unseen
 
     # -- values ---------------------------------------------------------------------------------------------------------
 
