@@ -63,14 +63,15 @@ def test_signature(name):
     assert bare(getattr(fluxlike, name)) == SIGNATURES[name]
 
 
-@pytest.mark.parametrize("name", ("gemm_rs", "gemm_ar", "ag_gemm"))
+@pytest.mark.parametrize("name", ("gemm_rs", "gemm_ar", "ag_gemm", "sparse_all_reduce"))
 def test_the_reference_has_the_same_signature(name):
     assert bare(getattr(fluxlike.reference, name)) == bare(getattr(fluxlike, name))
 
 
 def test_every_public_name_has_a_docstring_and_types():
     public = {name: getattr(fluxlike, name) for name in fluxlike.__all__ if name != "__version__"}
-    public |= {f"reference.{name}": getattr(fluxlike.reference, name) for name in ("gemm_rs", "gemm_ar", "ag_gemm")}
+    references = ("gemm_rs", "gemm_ar", "ag_gemm", "sparse_all_reduce")
+    public |= {f"reference.{name}": getattr(fluxlike.reference, name) for name in references}
     assert not [name for name, thing in public.items() if not (thing.__doc__ or "").strip()]
     functions = {name: inspect.signature(thing) for name, thing in public.items() if inspect.isfunction(thing)}
     assert not [name for name, s in functions.items() if s.return_annotation is inspect.Signature.empty]

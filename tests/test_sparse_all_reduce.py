@@ -89,7 +89,7 @@ def kinds(group):
     many = [[2, 5, 2, 2, 8], [8, 5], [5, 2, 2, 0, 8]][rank]
     shapes = [((9,), many, 1), ((9, 2, 3), many, 1), ((3, 4, 5), [[i % 3, i % 4] for i in many], 2)]
     for seed, (dtype, (shape, ids, dims)) in enumerate(zip(DTYPES, shapes, strict=True)):
-        for op, wire in (("avg", None), ("sum", torch.bfloat16), ("sum", torch.float32)):
+        for op, wire in (("avg", None), ("sum", torch.bfloat16), ("sum", "fp32")):
             x = gradient(ids, shape, dtype, 10 * seed + rank, dims)
             right = fluxlike.reference.sparse_all_reduce(x, op, group, wire_dtype=wire)
             what = f"{dtype} {shape} {op} {wire}"
@@ -337,9 +337,21 @@ def test_other_ids_in_the_last_call_on_a_gpu():
     run_ranks(other_ids_on_a_gpu, 1)
 
 
-def refusals(group):
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_wires_by_name(name):
+    run_ranks(wires, 2, name=name)
+
+
+def wires(group, name):
+    """A wire by its name is the wire."""
+    one, x = (fluxlike if name == "fast" else fluxlike.reference).sparse_all_reduce, gradient([1, 1, 2], (5, 4))
+    for short, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        same(one(x, group=group, wire_dtype=short), one(x, group=group, wire_dtype=dtype), short)
+
+
+def refusals(group, name):
     x = gradient([1, 1, 2], (5, 4))
-    one = fluxlike.sparse_all_reduce
+    one = (fluxlike if name == "fast" else fluxlike.reference).sparse_all_reduce
     with fluxlike.create_sparse_all_reduce_context((5, 4), 3, group=group) as ctx:
         for wrong, says in (
             (lambda: one(x.to_dense(), group=group), "torch.strided, it must be torch.sparse_coo; use fluxlike.all_reduce_"),
@@ -350,7 +362,11 @@ def refusals(group):
             (lambda: one(x, mode="fast", group=group), "mode='fast' is not one of 'exact', 'padded'"),
             (lambda: one(x, mode="padded", group=group), "needs max_nnz"),
             (lambda: one(x, mode="padded", max_nnz=0, group=group), "max_nnz=0 is not"),
-            (lambda: one(x, wire_dtype=torch.int8, group=group), "wire_dtype=torch.int8 is not"),
+            (lambda: one(x, mode="padded", max_nnz=2, group=group), "3 entries are more than max_nnz=2"),
+            (lambda: one(x, wire_dtype=torch.int8, group=group), "wire_dtype=torch.int8 is not torch.bfloat16"),
+            (lambda: one(x, wire_dtype="int8", group=group), "wire_dtype='int8' is not torch.bfloat16, torch.float16 or"),
+            (lambda: one(gradient([1] * 4, (5, 4)), ctx=ctx), "4 entries are more than max_nnz=3"),
+            (lambda: one(gradient([1], (5, 3)), ctx=ctx), "the context is for 5 rows of 4 elements"),
             (lambda: one(x.to("meta"), group=group), "x is on meta"),
             (lambda: one(gradient([0], (5, 0)), group=group), "have no elements"),
             (lambda: one(x, ctx=group), "must come from fluxlike.create_sparse_all_reduce_context"),
@@ -364,8 +380,9 @@ def refusals(group):
         same(one(x, ctx=ctx), fluxlike.reference.sparse_all_reduce(x, group=group))  # nobody is out of step
 
 
-def test_bad_calls():
-    run_ranks(refusals, 2)
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_bad_calls(name):
+    run_ranks(refusals, 2, name=name)
 
 
 def differ(group):
@@ -401,7 +418,9 @@ def differ(group):
         said, seconds = told(call, ValueError, RuntimeError)
         assert said and seconds < 15, f"{number}: {said} after {seconds}"
         assert said.startswith(("CallMismatch", "RuntimeError", "ValueError", "PeerTimeout")), said
-        told(lambda: fluxlike.create_sparse_all_reduce_context((7, 3), 3).close(), RuntimeError)  # where the ranks meet again
+        # where the ranks meet again, and one that has refused its call is told that the others made it
+        while told(lambda: fluxlike.create_sparse_all_reduce_context((7, 3), 3).close(), ValueError, RuntimeError)[0]:
+            assert rank == 1
         x = gradient(ids, (7, 3), seed=rank)
         same(one(x), fluxlike.reference.sparse_all_reduce(x))
 
@@ -409,6 +428,51 @@ def differ(group):
 @pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
 def test_ranks_that_differ():
     for outcome in run_fresh(differ, 2, {"FLUXLIKE_TIMEOUT_S": "20"}):
+        assert outcome.ok, str(outcome)
+
+
+#: Tensors that one rank brings, and what it is told.
+REFUSED = (
+    (lambda x: x.to_dense().to_sparse_csr(), "torch.sparse_csr, it must be torch.sparse_coo"),
+    (lambda x: x.to_dense(), "torch.strided, it must be torch.sparse_coo"),
+    (lambda x: x.double(), "x has dtype torch.float64"),
+    (lambda x: gradient([1], (5, 9)), "the context is for 5 rows of 4 elements"),
+    (lambda x: gradient([[1, 1]], (5, 4), dims=2), "with sparse_dim=2"),
+    (lambda x: x.to("meta"), "x is on meta"),
+    (lambda x: gradient([1, 1, 1, 2], (5, 4)), "4 entries are more than max_nnz=3"),
+)
+
+
+def one_refuses(group):
+    """One rank refuses its tensor and does nothing more; the others, in that call, are told that it did. Or all refuse theirs."""
+    fluxlike.init(heap="shm")
+    one, x, rank = fluxlike.sparse_all_reduce, gradient([1, 2, 1], (5, 4)), group.rank()
+    ids = torch.tensor([1, 2, 1])
+
+    def told_of(act, right, says):
+        said, seconds = told(act if rank == 1 else right, ValueError)
+        assert (says if rank == 1 else "rank 1 at 'a call of sparse_all_reduce that this rank refused") in said, f"{says}: {said}"
+        assert seconds < 30, f"{says}: {seconds}"
+        dist.barrier(group)
+
+    for broken, says in REFUSED:
+        with contextlib.suppress(ValueError), fluxlike.create_sparse_all_reduce_context((5, 4), 3) as ctx:
+            one(x, ctx=ctx)
+            said, _ = told(lambda: one(REFUSED[rank][0](x), ctx=ctx), ValueError)
+            assert REFUSED[rank][1] in said, said
+            one(x, ctx=ctx)  # where all refuse, each for its reason, nobody is out of step
+            told_of(lambda: one(broken(x), ctx=ctx), lambda: one(x, ctx=ctx), says)  # noqa: B023
+    for bad, says in ((ids.float(), "ids are torch.float32"), ([1], "ids are list"), (torch.ones(4).long(), "4 entries are more")):
+        with contextlib.suppress(ValueError), fluxlike.create_sparse_all_reduce_context((5, 4), 3) as ctx:
+            told_of(lambda: ctx.start_indices(bad), lambda: (ctx.start_indices(ids), one(x, ctx=ctx)), says)  # noqa: B023
+    one(x)
+    one(x)
+    told_of(lambda: one(x.int()), lambda: one(x), "x has dtype torch.int32")
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+def test_a_tensor_that_one_rank_refuses():
+    for outcome in run_fresh(one_refuses, 2, {"FLUXLIKE_TIMEOUT_S": "60"}, timeout=240, grace=10):
         assert outcome.ok, str(outcome)
 
 

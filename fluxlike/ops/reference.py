@@ -18,7 +18,7 @@ from .ag_gemm import AGGemmContext
 from .gemm_ar import GemmARContext
 from .gemm_rs import GemmRSContext
 from .group import resolve
-from .nodes import NodesContext
+from .sparse_arguments import check
 from .sparse_index import entries_of
 
 
@@ -143,12 +143,11 @@ def sparse_all_reduce(
     *,
     ctx: Any = None,
     max_nnz: int | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
     """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact"."""
-    control = resolve(group) if ctx is None else ctx.control
-    dims = x.sparse_dim()
-    wire = wire_dtype or getattr(ctx, "wire", None) or x.dtype
+    wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype)
+    control, dims = resolve(group) if ctx is None else ctx.control, x.sparse_dim()
     ids, values, _ = entries_of(x)
     total, seen = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0)
     for source in range(control.size):

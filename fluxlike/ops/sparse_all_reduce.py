@@ -7,7 +7,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,11 @@ from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, sparse_index, tiling, validate
-from .context import DTYPES
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import kept, resolve
+from .sparse_arguments import NAME, check, check_ids, countable, refuse, wire_of
 from .sparse_index import HEAD, ROW, room
 
-NAME = "sparse_all_reduce"
-MODES = ("exact", "padded")
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
 TILE, COLUMNS, CHUNK, UNIT = 4096, 2048, 16, 64
 #: Entries that a slot may have without being hot. Of sums of hot slots: columns of a program, slots that it looks at together,
@@ -112,33 +110,18 @@ class SparseAllReduceContext(EpochContext):
         Raises:
             ValueError: dtypes, too many ids; a second start without a call between.
         """
-        if self.table_rows is None:
-            raise ValueError(f"{NAME}: only a context of fluxlike.create_{NAME}_context takes ids ahead of their gradient")
-        if self._pending is not None:
-            raise ValueError(f"{NAME}: ids were started already and their gradient has not come; call sparse_all_reduce_ with it")
-        if ids.dtype not in (torch.int64, torch.int32) or ids.device != self.device:
-            raise ValueError(f"{NAME}: ids are {ids.dtype} on {ids.device}, they must be int64 or int32 on {self.device}")
+        try:
+            check_ids(ids, self, self._pending is not None)
+        except ValueError as error:
+            refuse(self.control, str(error))
         with self.control.lock:
-            self.fit(ids.numel(), self.rows)
-            self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)
+            self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)  # type: ignore[arg-type]
 
     def cancel_indices(self) -> None:
         """Forget ids that were started, as their gradient will not come. On all ranks alike."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.joined.close()
-
-    def refuse(self, message: str, **said: Any) -> NoReturn:
-        """Raise ValueError in place of a call that other ranks may have begun: they see that this one does something else."""
-        self.record(**said)
-        self.board.freeze()
-        raise ValueError(f"{NAME}: {message}")
-
-    def fit(self, entries: int, most: int) -> None:
-        """So many entries fit, or an error on all ranks."""
-        if entries > most:
-            message = f"{entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
-            self.refuse(message, entries=entries, more_than=most)
 
     def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined.
@@ -182,11 +165,11 @@ class SparseAllReduceContext(EpochContext):
         else:
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
-                self.refuse(
-                    f"{pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those of the "
-                    "gradient, in its order",
-                    entries=ids.numel(), started=pending.ids.numel(),
-                )  # fmt: skip
+                refuse(
+                    self.control,
+                    f"{NAME}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those "
+                    "of the gradient, in its order",
+                )
         pending.joined.close()
         if pending.ids is not ids:
             self._unlike.add_((pending.ids != ids).any())  # it only grows: the host may not look before a later call is right
@@ -265,7 +248,7 @@ def create_sparse_all_reduce_context(
     max_nnz: int,
     dtype: torch.dtype = torch.float32,
     group: dist.ProcessGroup | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> SparseAllReduceContext:
     """Memory for the gradients of one table, for training loops; collective over ``group``.
 
@@ -283,11 +266,11 @@ def create_sparse_all_reduce_context(
     control = resolve(group)
     error: Exception | None = None
     try:
-        wire = _wire(dtype, wire_dtype)
+        wire = wire_of(dtype, wire_dtype)
         sizes = [*shape, max_nnz]
         if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"{NAME}: shape={tuple(shape)}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
-        _countable(control.size, max_nnz)
+        countable(control.size, max_nnz)
     except ValueError as problem:
         error = problem
     control.agree(f"fluxlike.create_{NAME}_context", [*map(str, shape), str(max_nnz), str(dtype), str(wire_dtype)], error)
@@ -304,7 +287,7 @@ def sparse_all_reduce_(
     *,
     ctx: SparseAllReduceContext | None = None,
     max_nnz: int | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
     """The sum or average of sparse tensors over the ranks, in place: x becomes the result, with new indices and values.
 
@@ -317,8 +300,8 @@ def sparse_all_reduce_(
             ``ranks · max_nnz`` entries: behind the ids come entries of zeros with the last id again. It is not marked as coalesced.
         ctx: of `create_sparse_all_reduce_context`; one is kept for each (group, width, dtype) if None, and grows.
         max_nnz: "padded" without ctx: entries of x at most, the same on all ranks.
-        wire_dtype: the dtype in which values travel, if not that of x: torch.bfloat16 halves the bytes of float32; torch.float32
-            keeps sums of equal ids in 16 bits exact. With a ctx it is that of the ctx.
+        wire_dtype: the dtype in which values travel, if not that of x: torch.bfloat16, or "bf16", halves the bytes of float32;
+            torch.float32, or "fp32", keeps sums of equal ids in 16 bits exact. With a ctx it is that of the ctx.
 
     Returns:
         x.
@@ -343,7 +326,7 @@ def sparse_all_reduce(
     *,
     ctx: SparseAllReduceContext | None = None,
     max_nnz: int | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
     """`sparse_all_reduce_` into a new tensor."""
     return _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
@@ -356,7 +339,7 @@ def sparse_reduce_scatter(
     mode: str = "exact",
     *,
     max_nnz: int | None = None,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
     """This rank's rows of `sparse_all_reduce`, for tables whose rows are spread over the ranks.
 
@@ -369,75 +352,24 @@ def sparse_reduce_scatter(
 
     Numerics, errors: those of `sparse_all_reduce_`.
     """
-    if isinstance(x, torch.Tensor) and x.layout is torch.sparse_coo and x.sparse_dim() != 1:
-        raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
     return _call(x, op, group, mode, None, max_nnz, wire_dtype, scatter=True)
-
-
-def _wire(dtype: Any, wire: Any) -> torch.dtype:
-    """The dtype that travels."""
-    if dtype not in DTYPES:
-        raise ValueError(f"{NAME}: x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
-    if wire is not None and wire not in DTYPES:
-        raise ValueError(f"{NAME}: wire_dtype={wire!r} is not torch.bfloat16, torch.float16 or torch.float32")
-    return dtype if wire is None else wire  # type: ignore[no-any-return]
-
-
-def _countable(ranks: int, entries: int) -> None:
-    most = tiling.MAX_SIZE // ranks**2 - ROW
-    if entries > most:
-        raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
-
-
-def _check(x: Any, op: str, mode: str, max_nnz: Any) -> None:
-    if op not in ("sum", "avg"):
-        raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
-    if mode not in MODES:
-        raise ValueError(f"{NAME}: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{NAME}: x is {type(x).__name__}, it must be a sparse COO tensor")
-    if x.layout is not torch.sparse_coo:
-        remedy = "fluxlike.all_reduce_" if x.layout is torch.strided else "x.to_sparse_coo()"
-        raise ValueError(f"{NAME}: x has layout {x.layout}, it must be torch.sparse_coo; use {remedy}")
-    device = world.current().device
-    if x.device != device:
-        raise ValueError(f"{NAME}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
-    if math.prod(x.shape[x.sparse_dim() :]) == 0 or x.sparse_dim() == 0:
-        raise ValueError(f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, its rows have no elements to add")
-    if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
-        raise ValueError(f"{NAME}: max_nnz={max_nnz!r} is not a whole number above 0")
 
 
 def _call(
     x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
-    wire_dtype: torch.dtype | None, scatter: bool = False,
+    wire_dtype: torch.dtype | str | None, scatter: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    _check(x, op, mode, max_nnz)
-    wire = _wire(x.dtype, wire_dtype)
-    validate.context(NAME, ctx, SparseAllReduceContext)
+    validate.context(NAME, ctx, SparseAllReduceContext)  # of what is none nobody knows whose call it is
     control = resolve(group) if ctx is None else ctx.control
+    try:
+        wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, scatter)
+    except ValueError as error:
+        refuse(control, str(error))
     width = math.prod(x.shape[x.sparse_dim() :])
     with control.lock, torch.no_grad():
-        if ctx is not None:
-            _fits(ctx, x, width, group, wire_dtype, max_nnz)
-        else:
-            if mode == "padded" and max_nnz is None:
-                raise ValueError(f"{NAME}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
+        if ctx is None:
             ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
         return _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
-
-
-def _fits(ctx: SparseAllReduceContext, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
-    """x goes with the caller's context."""
-    validate.same_group(NAME, ctx, group)
-    if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
-        ctx.refuse(
-            f"x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows of "
-            f"{ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table",
-            table=x.shape[0], width=width, dtype=x.dtype,
-        )  # fmt: skip
-    if max_nnz is not None or (wire is not None and wire is not ctx.wire):
-        raise ValueError(f"{NAME}: max_nnz and wire_dtype are those of the context; leave them out")
 
 
 def _context(
@@ -454,7 +386,7 @@ def _context(
         return known  # type: ignore[no-any-return]
     if mode == "exact" and not world.current().executor.is_capturing():
         entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
-    _countable(control.size, entries)
+    countable(control.size, entries)
     return kept(key, control, {"rows": max(entries, ROW)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
 
 
@@ -490,8 +422,6 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
     if ctx.world.executor.is_capturing():
         raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
-    if ctx.table_rows is not None:
-        ctx.fit(ids.numel(), ctx.rows)
     pending = ctx.take(ids, ctx.rows, table_rows, scatter)
     union, _, most = pending.read()
     if most > ctx.rows:  # on all ranks: they have read the same
@@ -505,7 +435,6 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
 def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> torch.Tensor:
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
-    ctx.fit(ids.numel(), capacity)
     pending = ctx.take(ids, capacity, table_rows, scatter)
     y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter), True)
     return _result(x, pending.table.ids, y, False, ctx if scatter else None)

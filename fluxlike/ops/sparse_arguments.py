@@ -1,0 +1,121 @@
+"""The arguments of `sparse_all_reduce` and of its reference: what is refused, and how the other ranks learn of it."""
+
+import math
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..runtime import world
+from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch
+from . import tiling, validate
+from .context import DTYPES
+from .exchange import EpochContext
+from .sparse_index import ROW
+
+NAME = "sparse_all_reduce"
+MODES = ("exact", "padded")
+#: Names of what may travel.
+WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def refuse(control: ControlGroup, message: str) -> NoReturn:
+    """ValueError in place of a call that other ranks may have begun: they see that this one does something else.
+
+    If all of them refuse theirs, whatever the reasons, they are still in step.
+    """
+    with control.lock, suppress(CallMismatch):  # this rank says why it refused
+        if control.board is not None:
+            control.board.call(f"a call of {NAME} that this rank refused by an error of its own")
+    raise ValueError(message)
+
+
+def too_many(entries: int, most: int) -> str:
+    """The message of more entries than fit."""
+    return f"{NAME}: {entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
+
+
+def wire_of(dtype: Any, wire: Any) -> torch.dtype:
+    """The dtype that travels."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{NAME}: x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+    named: Any = WIRES.get(wire, wire) if isinstance(wire, str) else wire
+    if wire is not None and named not in DTYPES:
+        raise ValueError(
+            f"{NAME}: wire_dtype={wire!r} is not torch.bfloat16, torch.float16 or torch.float32, nor one of "
+            f"{', '.join(map(repr, WIRES))}"
+        )
+    return dtype if named is None else named
+
+
+def countable(ranks: int, entries: int) -> None:
+    """So many entries a rank are a number that the kernels' arithmetic holds."""
+    most = tiling.MAX_SIZE // ranks**2 - ROW
+    if entries > most:
+        raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
+
+
+def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_dtype: Any, scatter: bool = False) -> torch.dtype:
+    """The dtype that travels in a call with these arguments; ValueError for those that do not fit."""
+    validate.context(NAME, ctx, EpochContext)
+    if op not in ("sum", "avg"):
+        raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
+    if mode not in MODES:
+        raise ValueError(f"{NAME}: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{NAME}: x is {type(x).__name__}, it must be a sparse COO tensor")
+    if x.layout is not torch.sparse_coo:
+        remedy = "fluxlike.all_reduce_" if x.layout is torch.strided else "x.to_sparse_coo()"
+        raise ValueError(f"{NAME}: x has layout {x.layout}, it must be torch.sparse_coo; use {remedy}")
+    device = world.current().device
+    if x.device != device:
+        raise ValueError(f"{NAME}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
+    width = math.prod(x.shape[x.sparse_dim() :])
+    if width == 0 or x.sparse_dim() == 0:
+        raise ValueError(f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, its rows have no elements to add")
+    if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
+        raise ValueError(f"{NAME}: max_nnz={max_nnz!r} is not a whole number above 0")
+    if scatter and x.sparse_dim() != 1:
+        raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
+    wire = wire_of(x.dtype, wire_dtype)
+    if ctx is not None:
+        fits(ctx, x, width, group, None if wire_dtype is None else wire, max_nnz)
+        return ctx.wire  # type: ignore[no-any-return]
+    if mode == "padded":
+        if max_nnz is None:
+            raise ValueError(f"{NAME}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
+        if x._nnz() > max_nnz:
+            raise ValueError(too_many(x._nnz(), max_nnz))
+    return wire
+
+
+def check_ids(ids: Any, ctx: Any, started: bool) -> None:
+    """ValueError if these ids cannot go ahead of their gradient. ``started``: others have."""
+    if ctx.table_rows is None:
+        raise ValueError(f"{NAME}: only a context of fluxlike.create_{NAME}_context takes ids ahead of their gradient")
+    if started:
+        raise ValueError(f"{NAME}: ids were started already and their gradient has not come; call sparse_all_reduce_ with it")
+    if not isinstance(ids, torch.Tensor) or ids.layout is not torch.strided:
+        found = ids.layout if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise ValueError(f"{NAME}: ids are {found}, they must be a dense tensor of int64 or int32; use torch.tensor or to_dense()")
+    if ids.dtype not in (torch.int64, torch.int32) or ids.device != ctx.device:
+        raise ValueError(f"{NAME}: ids are {ids.dtype} on {ids.device}, they must be int64 or int32 on {ctx.device}; use ids.to")
+    if ids.numel() > ctx.rows:
+        raise ValueError(too_many(ids.numel(), ctx.rows))
+
+
+def fits(ctx: Any, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
+    """x goes with the caller's context."""
+    if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
+        raise ValueError(f"{NAME}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}")
+    if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
+        raise ValueError(
+            f"{NAME}: x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows "
+            f"of {ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table"
+        )
+    if max_nnz is not None or (wire is not None and wire is not ctx.wire):
+        raise ValueError(f"{NAME}: max_nnz and wire_dtype are those of the context; leave them out")
+    if x._nnz() > ctx.rows:
+        raise ValueError(too_many(x._nnz(), ctx.rows))
