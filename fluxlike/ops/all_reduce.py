@@ -56,6 +56,10 @@ def all_reduce(
         RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.all_reduce(x, group, op, algo)
     xs = _checked(x, op, algo)
     ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
     _run([t.contiguous() for t in xs], ys, group, op, algo)
@@ -66,10 +70,13 @@ def all_reduce_(
     x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
 ) -> Any:
     """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.all_reduce_(x, group, op, algo)
     xs = _checked(x, op, algo)
     for t in xs:
-        if not t.is_contiguous():
-            raise ValueError(f"all_reduce_: x has strides {t.stride()}; it must be contiguous, or use all_reduce")
+        validate.contiguous("all_reduce_", t)
     _apart(xs)
     _run(xs, xs, group, op, algo)
     return x
@@ -96,8 +103,7 @@ def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
     if error is not None:
         raise error
     xs = [x] if isinstance(x, torch.Tensor) else list(x) if isinstance(x, (list, tuple)) else [x]
-    if not xs:
-        raise ValueError(f"all_reduce: x is a {type(x).__name__} without tensors; pass at least one, as many on all ranks")
+    validate.some("all_reduce", x, xs)
     device = world.current().device
     for t in xs:
         validate.readable("all_reduce", "x", t, None, device)

@@ -48,6 +48,10 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: 
 
     Numerics: added in fp32 in the order of the ranks and rounded once: the bits of `all_reduce`, on every repeat.
     """
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.reduce_scatter(x, group, op, algo)
     _check("reduce_scatter", x, 1, algo, op)
     with torch.no_grad():
         x, control = x.contiguous(), resolve(group)
@@ -67,6 +71,10 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
     Returns:
         A new tensor [m, …].
     """
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.all_gather(x, group, m, algo)
     _check("all_gather", x, 1, algo)
     with torch.no_grad():
         x, control = x.contiguous(), resolve(group)
@@ -99,7 +107,7 @@ def reduce(
     _check("reduce", x, 0, algo, op)
     with torch.no_grad():
         x, control = x.contiguous(), resolve(group)
-        _check_root("reduce", root, control)
+        check_root("reduce", root, control.size)
         y = torch.empty_like(x) if control.rank == root else None
         _run(REDUCE, control, x, x if y is None else y, 0, x.numel(), op, algo, root)
     return y
@@ -115,10 +123,14 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
     Returns:
         A new tensor like x.
     """
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.broadcast(x, root, group, algo)
     _check("broadcast", x, 0, algo)
     with torch.no_grad():
         x, control = x.contiguous(), resolve(group)
-        _check_root("broadcast", root, control)
+        check_root("broadcast", root, control.size)
         y = torch.empty_like(x)
         _run(BROADCAST, control, x, y, 0, x.numel(), "sum", algo, root)
     return y
@@ -141,9 +153,9 @@ def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> No
         raise ValueError(f"{name}: x has no dimensions, and its first is the one that is shared out; use x.reshape(1)")
 
 
-def _check_root(name: str, root: Any, control: ControlGroup) -> None:
-    if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < control.size:
-        raise ValueError(f"{name}: root={root!r} is no rank of the group; name one by its rank in it, from 0 to {control.size - 1}")
+def check_root(name: str, root: Any, ranks: int) -> None:
+    if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < ranks:
+        raise ValueError(f"{name}: root={root!r} is no rank of the group; name one by its rank in it, from 0 to {ranks - 1}")
 
 
 def _chunk(whole: torch.Tensor, m: int, ranks: int) -> int:

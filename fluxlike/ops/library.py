@@ -2,7 +2,7 @@
 
 A schema cannot carry a group or a context. It carries the group's name ("" for the group given to fluxlike.init), and the
 call uses the context that is kept for that group. `fluxlike.gemm_rs` and `fluxlike.ag_gemm` come here by themselves when an
-input wants a gradient or when they are compiled; nobody need call an op by hand.
+input wants a gradient or when they are compiled; nobody need call an op by hand. The all_reduce family: `library_collectives`.
 
 Gradients. Each operation is the other's backward::
 
@@ -65,13 +65,14 @@ def _place(name: str) -> tuple[int, int]:
     return group.size(), group.rank()
 
 
-def _rows(m: Any, name: str) -> Any:
+def rows_here(m: Any, name: str) -> Any:
     """Rows of this rank of m. An even split is asked for first, so that a symbolic m keeps a simple shape, alike on all ranks."""
     ranks, rank = _place(name)
     return m // ranks if m % ranks == 0 else rows_of(m, ranks, rank)
 
 
-def _whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
+def whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
+    """The rows of all ranks."""
     return x_shard.shape[0] * _place(name)[0] if m == EVEN else m
 
 
@@ -108,7 +109,7 @@ def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @gemm_rs_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    return x.new_empty(_rows(x.shape[0], group_name), weight.shape[0])
+    return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0])
 
 
 def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
@@ -148,7 +149,7 @@ def ag_gemm_op(
     The gathered input comes last; without weights it is all there is.
     """
     group = group_of(group_name)
-    m = _whole(x_shard, m, group_name)
+    m = whole(x_shard, m, group_name)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
     results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m)
@@ -164,7 +165,7 @@ def _(
     return_gathered: bool,
     group_name: str,
 ) -> list[torch.Tensor]:
-    m = _whole(x_shard, m, group_name)
+    m = whole(x_shard, m, group_name)
     columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
     return [x_shard.new_empty(m, n) for n in columns]
 
@@ -228,7 +229,7 @@ def gemm_rs_gather_op(
 def _(
     x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(_rows(x.shape[0], group_name), weight.shape[0]), shard.new_empty(m, shard.shape[1])
+    return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0]), shard.new_empty(m, shard.shape[1])
 
 
 # -- gemm_ar --------------------------------------------------------------------------------------------------------------
@@ -267,13 +268,13 @@ for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
 
 def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
     _no("gemm_rs", ctx=ctx, out=out)
-    _tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
+    tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_rs_op(x, weight, bias, name_of(group))
 
 
 def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
     _no("gemm_ar", ctx=ctx, out=out)
-    _tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
+    tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_ar_op(x, weight, bias, name_of(group))
 
 
@@ -285,7 +286,7 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
         raise ValueError(
             f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
         )
-    _tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
+    tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
     if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
         raise ValueError(f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many")
     if all(b is None for b in biases):
@@ -297,7 +298,7 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
     return (result, results[-1]) if return_gathered else result
 
 
-def _tensors(op: str, operands: list[tuple[str, Any, int]]) -> None:
+def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
     """What the dispatcher would call an error of the schema; all else is checked by the call itself."""
     for name, t, dims in operands:
         if t is not None and not isinstance(t, torch.Tensor):

@@ -106,6 +106,18 @@ def summable(op: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
 
 
+def some(op: str, x: Any, xs: list[Any]) -> None:
+    """A list has tensors."""
+    if not xs:
+        raise ValueError(f"{op}: x is a {type(x).__name__} without tensors; pass at least one, as many on all ranks")
+
+
+def contiguous(op: str, x: torch.Tensor) -> None:
+    """What is written in place lies there row after row."""
+    if not x.is_contiguous():
+        raise ValueError(f"{op}: x has strides {x.stride()}; it must be contiguous, or use all_reduce")
+
+
 def reduction(op: str, name: Any) -> None:
     """``name`` is that of a way to reduce."""
     if name not in tuple(OPS):  # also what cannot be looked up

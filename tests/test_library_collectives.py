@@ -1,0 +1,92 @@
+"""torch.ops.fluxlike.* of the all_reduce family: schemas, fakes, and that compiled programs make the calls that eager ones make."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device, run_ranks
+
+import fluxlike
+from fluxlike.ops import library, library_collectives
+from fluxlike.runtime import world
+
+
+def numbers(rows, columns, rank):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(10 * rows + rank)).to(device())
+
+
+def opchecks(group):
+    rank, size, name = dist.get_rank(group), dist.get_world_size(group), library.name_of(group)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    x, shard = numbers(5, 3, rank), numbers(3 - rank, 3, 0)
+    for op, args in (
+        (library_collectives.all_reduce_op, ([x], "sum", "auto", name)),
+        (library_collectives.all_reduce_op, ([x, x[0]], "max", "bulk", name)),
+        (library_collectives.reduce_scatter_op, (x, "avg", "auto", name)),
+        (library_collectives.all_gather_op, (x.int(), library.EVEN, "auto", name)),
+        (library_collectives.all_gather_op, (shard, 2 * size + 1, "words", name)),
+        (library_collectives.broadcast_op, (x.T, 1, "auto", name)),
+    ):
+        result = torch.library.opcheck(op, args, test_utils=checks)
+        assert set(result.values()) == {"SUCCESS"}, f"{op} {result}"
+
+
+def test_opcheck():
+    run_ranks(opchecks, 2)
+
+
+def step(x, group, m):
+    """Every operation; also of what nobody uses, twice the same, and in place of what a program has and of what it was given."""
+    fluxlike.all_reduce(x + 1, group)
+    y = fluxlike.all_reduce(x, group) + fluxlike.all_reduce(x, group, op="avg")
+    fluxlike.all_reduce_(y, group)
+    a, (b, c) = y * 2, fluxlike.all_reduce([y, y[0]], group, algo="bulk")
+    assert fluxlike.all_reduce_([a, b], group) == [a, b]
+    rows = fluxlike.reduce_scatter(a, group, op="max")
+    whole = fluxlike.all_gather(rows, group, m) + fluxlike.broadcast(b, 1, group).relu() + c
+    fluxlike.all_reduce_(x, group)
+    return whole, x.sin(), fluxlike.all_gather(c, group)
+
+
+def total_calls():
+    return sum(context.stats["calls"] for context in world.current().cached.values())
+
+
+def compiled(group, backend, sizes):
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # the ranks may have no children
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+    torch._dynamo.reset()
+    fast = torch.compile(step, fullgraph=True, backend=backend, dynamic=len(sizes) > 1)
+    for m in sizes:
+        for wants in (False, True)[: 1 + (m == sizes[-1])]:
+            results = []
+            for run in (step, fast):
+                x = numbers(m, 3, dist.get_rank(group)).requires_grad_(wants)
+                run(x.detach().clone(), group, m)  # contexts are made
+                before = total_calls()
+                with torch.no_grad() if wants else torch.enable_grad():
+                    results.append(([*run(x, group, m), x.detach()], total_calls() - before))
+            (right, calls), (got, compiled_calls) = results
+            assert calls == compiled_calls, f"eager made {calls} calls, compiled {compiled_calls}"
+            for a, b in zip(got, right, strict=True):
+                assert a.requires_grad == b.requires_grad and a.is_contiguous()
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    x = numbers(4, 3, 0).requires_grad_()
+    y = torch.compile(lambda t: fluxlike.all_reduce(t, group), fullgraph=True, backend=backend)(x)
+    assert not y.requires_grad and not fluxlike.all_reduce(x, group).requires_grad
+    for call, says in (
+        (lambda t: fluxlike.all_reduce([], group), "without tensors"),
+        (lambda t: fluxlike.all_reduce_(t.T, group), "must be contiguous"),
+        (lambda t: fluxlike.broadcast(t, True, group), "root=True is no rank"),
+        (lambda t: fluxlike.all_gather(t, group, "8"), "m='8'"),
+        (lambda t: fluxlike.reduce_scatter(t.int(), group), "x has dtype torch.int32"),
+    ):
+        with pytest.raises(Exception, match=says):
+            torch.compile(call, backend=backend)(x.detach())
+    return calls
+
+
+@pytest.mark.parametrize(("backend", "sizes"), (("aot_eager", (4, 7)), pytest.param("inductor", (6,), marks=pytest.mark.slow)))
+def test_compiled_makes_every_call(backend, sizes):
+    run_ranks(compiled, 2, backend=backend, sizes=sizes)
