@@ -476,6 +476,26 @@ def test_a_tensor_that_one_rank_refuses():
         assert outcome.ok, str(outcome)
 
 
+def ids_outside(group):
+    """Ids that the table does not have, on one rank: an error on all, also for those that 32 bits would take for others."""
+    one, x = fluxlike.sparse_all_reduce, gradient([1, 2, 1], (5, 4))
+    for act in (one, fluxlike.sparse_reduce_scatter):
+        for wrong in (-1, 5, 6, 2**31 - 1, 2**32 + 1, -(2**40)):
+            with torch.sparse.check_sparse_tensor_invariants(False):
+                ids = torch.tensor([[1, wrong, 1]], device=device())
+                bad = torch.sparse_coo_tensor(ids, x._values(), (5, 4), check_invariants=False)
+            mine = bad if dist.get_rank(group) == 1 else x
+            said, _ = told(lambda: act(mine, group=group), ValueError)  # noqa: B023
+            assert "rank 1 has ids below 0 or not below 5, the rows of the table" in said, f"{wrong}: {said}"
+            act(mine, group=group, mode="padded", max_nnz=16)  # nobody looks, and it does no harm
+    same(one(x, group=group), fluxlike.reference.sparse_all_reduce(x, group=group))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ids_outside_of_the_table(ranks):
+    run_ranks(ids_outside, ranks)
+
+
 def checked(group):
     fluxlike.init(heap="shm")
     mixed(group, count=3, jitter=False)

@@ -40,15 +40,16 @@ def as_by_torch(group, block, dtype):
             for entries, capacity, rows in LISTS:
                 ids = [drawn(entries if r != 1 else entries // 2, rows, r + entries) for r in range(size)]
                 rights = [sparse_tables.local(mine.to(dtype), capacity) for mine in ids]
-                right, got = rights[rank], sparse_index.local(ctx, ids[rank], capacity, dtype)
+                right, got = rights[rank], sparse_index.local(ctx, ids[rank], capacity, dtype, rows)
                 head, there = sparse_index.HEAD, min(int(right.message[0]), capacity)
-                assert torch.equal(got.message[:1], right.message[:1]) and torch.equal(got.message[head:], right.message[head:])
+                assert got.message[:2].tolist() == [int(right.message[0]), 0]
+                assert torch.equal(got.message[head:], right.message[head:])
                 assert torch.equal(got.order[: len(ids[rank])], right.order)
                 assert torch.equal(got.starts[: there + 1], right.starts[: there + 1])
                 messages = torch.stack([each.message for each in rights])
                 for owned in (False, True):
                     right, got = sparse_tables.table(messages, rank, owned), sparse_index.table(ctx, messages, owned)
-                    assert torch.equal(got.meta, right.meta[:3]) and torch.equal(got.ids, right.ids)
+                    assert torch.equal(got.meta[:3], right.meta[:3]) and not got.meta[3] and torch.equal(got.ids, right.ids)
                     assert torch.equal(got.slots, right.slots[:-1]) and torch.equal(got.owners, right.owners)
                     assert not owned or torch.equal(got.staged, right.staged)
                     own = int(right.meta[1])

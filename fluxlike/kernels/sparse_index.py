@@ -62,11 +62,22 @@ def sparse_index_count_kernel(
     _fill(ends, rest, END, B)
 
 
-@triton.jit(do_not_specialize=["number", "capacity"])
+@triton.jit
+def _last(keys, counts, BLOCKS: tl.constexpr):
+    """The last key that is not END, and how many there are; 0 if there are none."""
+    blocks = tl.arange(0, BLOCKS)
+    size = tl.sum(tl.load(counts + tl.num_programs(0) + blocks, mask=blocks < tl.num_programs(0), other=0))
+    return tl.load(keys + size - 1, mask=size > 0, other=0), size
+
+
+@triton.jit(do_not_specialize=["number", "capacity", "rows"])
 def sparse_index_slots_kernel(
-    keys, counts, starts, message, number, capacity, END: tl.constexpr, B: tl.constexpr, BLOCKS: tl.constexpr
+    keys, counts, starts, message, number, capacity, rows, END: tl.constexpr, B: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """starts [capacity + 1] and message [HEAD + capacity] of the sorted ``keys`` [number] of this rank."""
+    """starts [capacity + 1] and message [HEAD + capacity] of the sorted ``keys`` [number] of this rank.
+
+    message: the number of distinct keys, whether (1) there are some below 0 or not below ``rows``, words without a meaning, keys.
+    """
     at, key, before = _block(keys, number, END, B)
     first = (key != before) & (key != END)
     slot, count = _numbers(first, counts, BLOCKS)
@@ -76,7 +87,10 @@ def sparse_index_slots_kernel(
     ends = (key == END) & (before != END) & (at < number)
     tl.store(starts + slot + 1, at, mask=ends & (slot + 1 <= capacity))
     if tl.program_id(0) == 0:
+        last, size = _last(keys, counts, BLOCKS)
+        least = tl.load(keys, mask=size > 0, other=0)
         tl.store(message, count.to(message.dtype.element_ty))
+        tl.store(message + 1, ((least < 0) | (last >= rows)).to(message.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["number", "capacity", "rank"])
@@ -84,7 +98,7 @@ def sparse_index_rows_kernel(
     keys, entries, counts, messages, ids, slots, place, meta, number, capacity, rank,
     R: tl.constexpr, END: tl.constexpr, B: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """ids [number], slots [number, R], place [capacity] and meta [3] of the sorted ``keys`` [number] of all ranks' messages.
+    """ids [number], slots [number, R], place [capacity] and meta [4] of the sorted ``keys`` [number] of all ranks' messages.
 
     entries [number]: where each key stands in them, rank · capacity + slot. slots are -1 where nothing is written.
     """
@@ -98,19 +112,20 @@ def sparse_index_rows_kernel(
     tl.store(slots + row * R + source, slot, mask=there)
     tl.store(place + slot, row, mask=there & (source == rank))
     # behind the union stands its last id again and again
-    blocks = tl.arange(0, BLOCKS)
-    size = tl.sum(tl.load(counts + tl.num_programs(0) + blocks, mask=blocks < tl.num_programs(0), other=0))
-    last = tl.load(keys + size - 1, mask=size > 0, other=0).to(tl.int64)
-    tl.store(ids + at, tl.zeros((B,), tl.int64) + last, mask=(at >= union) & (at < number))
+    last, _ = _last(keys, counts, BLOCKS)
+    tl.store(ids + at, tl.zeros((B,), tl.int64) + last.to(tl.int64), mask=(at >= union) & (at < number))
     if tl.program_id(0) == 0:
         row_words = (HEAD + capacity).to(tl.int64)
         most = tl.load(messages).to(tl.int64)
+        outside = (tl.load(messages + 1) == 1).to(tl.int64)
         for peer in tl.static_range(1, R):
             most = tl.maximum(most, tl.load(messages + peer * row_words).to(tl.int64))
+            outside = tl.where(tl.load(messages + peer * row_words + 1) == 1, peer + 1, outside)
         own = tl.load(messages + rank * row_words).to(tl.int64)
         tl.store(meta, union.to(tl.int64))
         tl.store(meta + 1, tl.minimum(own, capacity.to(tl.int64)))
         tl.store(meta + 2, most)
+        tl.store(meta + 3, outside)
 
 
 @triton.jit

@@ -134,7 +134,7 @@ class SparseAllReduceContext(EpochContext):
         joined.enter_context(self._lanes.forked())
         try:
             with self._lanes.of(1), torch.no_grad():
-                local = sparse_index.local(self, ids, capacity, sparse_index.key_dtype(table_rows))
+                local = sparse_index.local(self, ids, capacity, sparse_index.key_dtype(table_rows), table_rows)
                 messages = torch.empty(self.size, local.message.numel(), dtype=local.message.dtype, device=self.device)
                 self._gather(local.message, messages)
                 if scatter:
@@ -423,7 +423,12 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
         raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
     pending = ctx.take(ids, ctx.rows, table_rows, scatter)
-    union, _, most = pending.read()
+    union, _, most, outside = pending.read()
+    if outside:  # on all ranks, as below
+        raise ValueError(
+            f"{NAME}: rank {ctx.group_ranks[outside - 1]} has ids below 0 or not below {table_rows}, the rows of the table, so no "
+            "rank goes on; torch.sparse.check_sparse_tensor_invariants.enable() finds where such a tensor is made"
+        )
     if most > ctx.rows:  # on all ranks: they have read the same
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
         pending = ctx.take(ids, ctx.rows, table_rows, scatter)

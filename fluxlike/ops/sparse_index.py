@@ -19,7 +19,7 @@ from .tiling import round_up
 if TYPE_CHECKING:
     from .group import GroupContext
 
-#: Words of a rank's message in front of its ids: their number, and none.
+#: Words of a rank's message in front of its ids.
 HEAD = kernels.HEAD.value
 #: Each rank has a multiple of so many rows of staging.
 ROW = 16
@@ -37,7 +37,8 @@ class Local(NamedTuple):
     order: torch.Tensor
     #: Where the entries of each slot begin in it, and those of the last one end: int32 [capacity + 1].
     starts: torch.Tensor
-    #: What the other ranks need: [HEAD + capacity], the number of distinct ids and those that there is room for.
+    #: What the other ranks need: [HEAD + capacity], the number of distinct ids, whether some are outside of the table, and those
+    #: that there is room for.
     message: torch.Tensor
 
 
@@ -56,7 +57,8 @@ class Table(NamedTuple):
     owners: torch.Tensor
     #: int32 [ranks · capacity] where ids have owners.
     staged: torch.Tensor
-    #: int64 [3]: ids of the union, slots of this rank, the most distinct ids that any rank has.
+    #: int64 [4]: ids of the union, slots of this rank, the most distinct ids that any rank has; 1 + a rank that has ids outside of
+    #: the table, or 0.
     meta: torch.Tensor
 
 
@@ -97,11 +99,14 @@ def _end(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-def local(ctx: "GroupContext", ids: torch.Tensor, capacity: int, dtype: torch.dtype) -> Local:
-    """The slots of ``ids`` [entries], of which those beyond ``capacity`` are left out; as keys of ``dtype``."""
+def local(ctx: "GroupContext", ids: torch.Tensor, capacity: int, dtype: torch.dtype, rows: int) -> Local:
+    """The slots of ``ids`` [entries], of which those beyond ``capacity`` are left out; as keys of ``dtype``.
+
+    ``rows``: of the table; ids outside of it become -1 or ``rows``, so that none looks like another id.
+    """
     number, end = _bucket(ids.numel()), _end(dtype)
     padded = torch.empty(number, dtype=dtype, device=ids.device)
-    padded[: ids.numel()].copy_(ids)
+    padded[: ids.numel()].copy_(ids.clamp(-1, min(rows, torch.iinfo(ids.dtype).max)))
     padded[ids.numel() :].fill_(end)
     keys, order = torch.sort(padded, stable=True)
     block, programs, blocks = _blocks(number)
@@ -113,14 +118,14 @@ def local(ctx: "GroupContext", ids: torch.Tensor, capacity: int, dtype: torch.dt
     def launches() -> list[Prepared]:
         kinds: tuple[tuple[Any, tuple[int, ...], dict[str, int]], ...] = (
             (kernels.sparse_index_count_kernel, (number, capacity + 1, number, HEAD + capacity), {}),
-            (kernels.sparse_index_slots_kernel, (number, capacity), {"BLOCKS": blocks}),
+            (kernels.sparse_index_slots_kernel, (number, capacity, rows), {"BLOCKS": blocks}),
         )
         return [
             ctx.prepare(kernel, programs, (*tensors, *sizes), dict(END=end, B=block, **more), _COMPILED, (0, 1, 2, 3))
             for kernel, sizes, more in kinds
         ]
 
-    for launch in ctx.plan(("local", number, capacity, dtype), launches)[1]:
+    for launch in ctx.plan(("local", number, capacity, dtype, rows), launches)[1]:
         launch(tensors)
     return Local(order, starts, message)
 
@@ -130,7 +135,8 @@ def shard(ctx: "GroupContext", messages: torch.Tensor, chunk: int) -> Table:
     ids, end, rank = messages[:, HEAD:], _end(messages.dtype), ctx.rank
     mine = (ids >= rank * chunk) & (ids < (rank + 1) * chunk)  # the end of a list is behind all
     kept = torch.cat([messages[:, :HEAD], torch.where(mine, ids - rank * chunk, end)], 1)
-    return table(ctx, kept, False)._replace(targets=(messages[rank, HEAD:] // chunk).to(torch.int32))
+    targets = (messages[rank, HEAD:] // chunk).clamp(0, ctx.size - 1)  # also of ids outside of the table
+    return table(ctx, kept, False)._replace(targets=targets.to(torch.int32))
 
 
 def table(ctx: "GroupContext", messages: torch.Tensor, owned: bool) -> Table:
@@ -142,7 +148,7 @@ def table(ctx: "GroupContext", messages: torch.Tensor, owned: bool) -> Table:
     words = lambda *shape: torch.empty(shape, dtype=torch.int32, device=messages.device)  # noqa: E731
     counts, slots, targets, place = words(2 * programs), words(number, ranks), words(capacity), words(capacity)
     owners, staged = words(number), words(number if owned else 1)
-    ids, meta = (torch.empty(n, dtype=torch.int64, device=messages.device) for n in (number, 3))
+    ids, meta = (torch.empty(n, dtype=torch.int64, device=messages.device) for n in (number, 4))
     tensors = (
         (keys, counts, slots, keys),
         (keys, entries, counts, messages, ids, slots, place, meta),
