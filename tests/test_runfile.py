@@ -1,10 +1,13 @@
 """The tools that run a program: it runs as under Python itself, and with what the tool is for switched on."""
 
+import contextlib
 import os
+import subprocess
 import sys
 
 import pytest
 
+from fluxlike.runtime import raceverdict
 from fluxlike.tools import racecheck, runfile
 
 
@@ -44,10 +47,82 @@ def test_an_exception_is_not_swallowed(program):
         runfile.run(program("1 / 0"), [])
 
 
-def test_racecheck_runs_the_program_with_the_race_checker_on(program, capsys):
-    file = program("import sys\nfrom fluxlike.runtime import env\nprint(env.racecheck(), sys.argv[1:])\n")
-    assert racecheck.main([file, "--calls", "3"]) == 0
-    assert capsys.readouterr().out == "True ['--calls', '3']\n" and os.environ["FLUXLIKE_RACECHECK"] == "1"
+@pytest.mark.parametrize(("end", "status"), (("", 1), ("raise SystemExit(3)", 3)))
+def test_racecheck_runs_the_program_with_the_race_checker_on(program, capsys, monkeypatch, end, status):
+    monkeypatch.setattr(raceverdict, "_said", False)
+    file = program(f"import sys\nfrom fluxlike.runtime import env\nprint(env.racecheck(), sys.argv[1:])\n{end}\n")
+    assert racecheck.main([file, "--calls", "3"]) == status
+    said = capsys.readouterr()
+    assert said.out == "True ['--calls', '3']\n" and os.environ["FLUXLIKE_RACECHECK"] == "1"
+    assert "nothing was checked: the program never called fluxlike.init" in said.err
+
+
+#: One rank whose two programs store to one word, or to a word each.
+CHECKED = """
+import sys
+import torch, triton, triton.language as tl
+import torch.distributed as dist
+import fluxlike
+from fluxlike.runtime import interpreter, racecheck
+from fluxlike.runtime.errors import RaceError
+
+@triton.jit
+def stores(x, APART: tl.constexpr):
+    tl.store(x + tl.program_id(0) * APART, 1)
+
+what = sys.argv[1]
+if what != "never begun":
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    words = torch.zeros(2, dtype=torch.int32)
+    if what != "nothing":
+        racecheck.watch("words", words)
+    try:
+        interpreter.run(stores, 2, words, APART=int(what != "caught"))
+    except RaceError:
+        print("caught")
+    racecheck.unwatch(words)
+    fluxlike.finalize()
+    dist.destroy_process_group()
+sys.exit(0)
+"""
+
+#: What the program does, and how it is started: what it says, "" if it ends with status 0.
+ENDS = {
+    ("caught", "tool"): "the program went on after a race:\nrace on words of rank 0, bytes 0 to 3\n",
+    ("caught", "variable"): "the program went on after a race:\nrace on words of rank 0, bytes 0 to 3\n",
+    ("nothing", "tool"): "nothing was checked: no kernel of any rank touched memory that is checked",
+    ("nothing", "variable"): "nothing was checked: no kernel of any rank touched memory that is checked",
+    ("never begun", "variable"): "nothing was checked: the program never called fluxlike.init in this process",
+    ("clean", "tool"): "",
+    ("clean", "variable"): "",
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """Status and standard error of each, all run beside each other."""
+    file = tmp_path_factory.mktemp("checked") / "program.py"
+    file.write_text(CHECKED)
+    with contextlib.ExitStack() as running:
+        started = {}
+        for what, how in ENDS:
+            tool = ["-m", "fluxlike", "racecheck"] if how == "tool" else []
+            environment = {**os.environ, "RANK": "0", "FLUXLIKE_RACECHECK": str(int(how == "variable"))}
+            command = [sys.executable, *tool, str(file), what]
+            started[what, how] = running.enter_context(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        said = {key: process.communicate(timeout=120) for key, process in started.items()}
+        return {key: (started[key].returncode, out, err) for key, (out, err) in said.items()}
+
+
+@pytest.mark.parametrize("key", ENDS, ids=", by the ".join)
+def test_a_race_that_is_caught_and_a_run_without_checks_are_no_success(ends, key):
+    status, out, err = ends[key]
+    assert (out == "caught\n") == (key[0] == "caught")
+    assert status == int(bool(ENDS[key])) and ENDS[key] in err, err
+    assert ("fluxlike racecheck: " in err) == bool(ENDS[key])
 
 
 def test_racecheck_names_a_missing_file(capsys):

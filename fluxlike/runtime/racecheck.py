@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import programs, racereport
+from . import programs, racereport, raceverdict
 from .control import ControlGroup
 from .errors import RaceError
 from .heap import Free, Segment, first_fit, give, take
@@ -278,6 +278,8 @@ class Checker:
             return
         area = self.shadow.areas[known.area]
         area.touch(int(granules.min()), int(granules.max()))
+        if thread.program >= 0:
+            self.shadow.header[5] = 1
         cells = area.cells[granules]
         against = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}[kind]
         for column in against:
@@ -442,6 +444,7 @@ def start(control: ControlGroup, max_programs: int) -> Checker:
     global _checker
     stop()
     _checker = Checker(control, max_programs)
+    raceverdict.opened(_checker.shadow)
     return _checker
 
 
@@ -449,6 +452,7 @@ def stop() -> None:
     """End checking; harmless when there is none."""
     global _checker
     if _checker is not None:
+        raceverdict.closing()
         _checker.close()
         _checker = None
 

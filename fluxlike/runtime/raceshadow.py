@@ -68,7 +68,8 @@ class Shadow:
     def __init__(self, control: ControlGroup, threads: int) -> None:
         ranks = control.size
         fields: list[tuple[str, type, tuple[int, ...]]] = [
-            ("header", np.int64, (8,)),  # next record, next signal, next site, generation of records, 1 + rank of the first race
+            # next record, next signal, next site, generation of records, 1 + rank of the first race, whether a kernel was checked
+            ("header", np.int64, (8,)),
             ("message", np.uint8, (MESSAGE,)),
             ("records", np.int32, (RECORDS, 6)),
             ("taken", np.uint8, (RECORDS,)),  # records that the last search found in use
@@ -201,6 +202,11 @@ class Shadow:
         return bytes(self.sites[number]).split(b"\0")[0].decode(errors="replace") if number else "an unknown place"
 
     # -- the first race, for those who did not see it -------------------------------------------------------------------
+
+    @property
+    def kernels_seen(self) -> bool:
+        """Whether a program of any rank has touched memory that is checked."""
+        return bool(self.header[5])
 
     @property
     def stopped_by(self) -> int:

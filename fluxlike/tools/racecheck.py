@@ -2,13 +2,15 @@
 
     bash scripts/launch.sh -m fluxlike racecheck tutorials/02_push_tiles.py --calls 3
 
-It sets the variable and runs the file; all else happens in `runtime.racecheck`. Every rank must be started this way.
+It sets the variable and runs the file; all else happens in `runtime.racecheck`. Every rank must be started this way. A program that
+ends well after a race that it caught, or in which nothing was checked, ends with status 1 all the same.
 """
 
 import argparse
 import os
+import sys
 
-from ..runtime import env
+from ..runtime import env, raceverdict
 from . import runfile
 
 
@@ -19,4 +21,8 @@ def main(argv: list[str]) -> int:
     if not os.path.isfile(asked.file):
         parser.error(f"there is no file {asked.file}")
     env.put("FLUXLIKE_RACECHECK", "1")
-    return runfile.run(asked.file, asked.args)
+    status = runfile.run(asked.file, asked.args)
+    problem = raceverdict.verdict(is_rank=True)
+    if problem:
+        print(problem, file=sys.stderr)
+    return status or int(bool(problem))
