@@ -1,8 +1,8 @@
 """What a checked process comes to in the end: a race that the program caught, or nothing checked at all, is no success.
 
-`racecheck.start` and `stop` tell it of the checker's tables. ``python -m fluxlike racecheck`` asks for the `verdict` when the program
-is over. If FLUXLIKE_RACECHECK=1 was there before the program began, the end of the process asks. A program that sets the variable
-itself judges itself, as tutorial 6 does.
+`racecheck.start` and `stop` tell it of the checker's tables. ``python -m fluxlike racecheck`` asks for the `verdict` when the
+program is over. If FLUXLIKE_RACECHECK=1 was there before the program began, the end of the process asks. A program that sets the
+variable itself judges itself, as tutorial 6 does.
 """
 
 import atexit
