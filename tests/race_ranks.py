@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from fluxlike.runtime import programs
+from fluxlike.runtime import programs, racecheck, racehooks
 from fluxlike.runtime.racecheck import Checker
 from fluxlike.runtime.racereport import READ, STORE
 
@@ -97,9 +97,10 @@ class Ranks:
     def write(self, me, owner, *place, **how):
         self.touch(STORE, me, owner, *place, **how)
 
-    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False):
+    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False, wrote=None):
         with self.acting(*me) as checker:
-            return checker.atomic(np.array([self.at(owner, offset)], np.uint64), 8, order, scope, poll, lambda: "done")
+            words = np.array([self.at(owner, offset)], np.uint64)
+            return checker.atomic(words, 8, order, scope, lambda: ("done", None if wrote is None else np.array([wrote])), poll)
 
     def signal(self, me, owner, order=RELEASE, scope=SYS, offset=WORD):
         assert self.atomic(me, owner, order, scope, offset) == "done"
@@ -107,6 +108,22 @@ class Ranks:
     def wait(self, me, owner, order=ACQUIRE, scope=SYS, offset=WORD):
         self.atomic(me, owner, order, scope, offset, poll=True)
 
+    def swap(self, me, owner, met, order=ACQ_REL, offset=WORD):
+        """A compare-and-swap; ``met``: it found what it compares with, and wrote."""
+        assert self.atomic(me, owner, order, offset=offset, wrote=met) == "done"
+
     def close(self):
         for checker in self.checkers:
             checker.close()
+
+
+@contextlib.contextmanager
+def checked_alone():
+    """The checker on in this process, as its only rank: for kernels that are really run, on watched memory."""
+    control = Control(0, 1, threading.Barrier(1), [None])
+    executor = type("Executor", (), {"programs": 2, "copy_engine": None, "write": None})()
+    racehooks.start(control, executor, lambda group: control)
+    try:
+        yield
+    finally:
+        racecheck.stop()

@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from race_ranks import ACQ_REL, ACQUIRE, BYTES, CTA, DATA, GPU, OTHER_WORD, RELAXED, RELEASE, SYS, WORD, Control, Ranks
+from race_ranks import ACQ_REL, ACQUIRE, BYTES, CTA, DATA, GPU, OTHER_WORD, RELAXED, RELEASE, SYS, WORD, Ranks, checked_alone
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fluxlike
 from fluxlike.kernels.lang import is_interp, used_rows
 from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
-from fluxlike.runtime import interpreter, racecheck, racehooks, raceshadow
+from fluxlike.runtime import interpreter, racecheck, raceshadow
 from fluxlike.runtime.errors import RaceError
 from fluxlike.runtime.racereport import READ, STORE
 
@@ -139,7 +138,7 @@ def test_a_plain_store_ends_what_was_published(two):
     two.signal(A0, 1)
     two.write(A0, 1, WORD, 8)
     with two.acting(*B0) as checker, pytest.raises(RaceError):  # the wait itself: an atomic on a word stored to
-        checker.atomic(np.array([two.at(1, WORD)], np.uint64), 8, ACQUIRE, SYS, True, lambda: None)
+        checker.atomic(np.array([two.at(1, WORD)], np.uint64), 8, ACQUIRE, SYS, lambda: (None, None), True)
 
 
 def test_a_count_hands_on_what_all_have_done(two):
@@ -162,6 +161,53 @@ def test_a_count_needs_both(two, order):
     two.wait(B0, 1)
     with pytest.raises(RaceError):
         two.read(B0, 0)
+
+
+@pytest.mark.parametrize("release", [RELEASE, ACQ_REL])
+@pytest.mark.parametrize("met", [True, False])
+def test_a_compare_and_swap_publishes_if_it_writes(two, met, release):
+    """One that fails has only read the word (PTX memory model: there is no write to be a release)."""
+    two.write(A0, 0)
+    two.swap(A0, 1, met, release)
+    two.wait(B0, 1)
+    with contextlib.nullcontext() if met else pytest.raises(RaceError, match="The first has given no signal since"):
+        two.read(B0, 0)
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_compare_and_swap_acquires_whether_it_writes_or_not(two, met):
+    two.write(A0, 0)
+    two.signal(A0, 1)
+    two.swap(B0, 1, met)
+    two.read(B0, 0)
+    two.swap(B1, 1, met, RELEASE)
+    with pytest.raises(RaceError):
+        two.read(B1, 0)
+
+
+@triton.jit
+def lock_kernel(word, data, HELD: tl.constexpr, N: tl.constexpr):
+    """Program 0 writes the data and swaps N words that hold 0, program 1 acquires the first of them and reads."""
+    if tl.program_id(0) == 0:
+        tl.store(data, 1)
+        held = tl.full((N,), HELD, word.dtype.element_ty)
+        tl.atomic_cas(word + tl.arange(0, N), held, held + 7, sem="acq_rel", scope="gpu")
+    else:
+        tl.atomic_add(word, 0, sem="acquire", scope="gpu")
+        tl.load(data)
+
+
+@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_a_compare_and_swap_of_a_kernel(kind, words):
+    with checked_alone():
+        word, data = torch.zeros(words, dtype=kind), torch.zeros(1)
+        racecheck.watch("word", word)
+        racecheck.watch("data", data)
+        interpreter.run(lock_kernel, 2, word, data, HELD=0, N=words)
+        assert word.tolist() == [7] * words
+        with pytest.raises(RaceError, match=r"(?s)race on data of rank 0, bytes 0 to 3.*program 0.*program 1"):
+            interpreter.run(lock_kernel, 2, word, data, HELD=0, N=words)  # they hold 7 by now
 
 
 # scopes
@@ -395,16 +441,11 @@ def blocks_kernel(source, to, first_row, STORED: tl.constexpr, USED: tl.constexp
 
 def _blocks(first_row, stored=False, used=0, rows=20, columns=8):
     """Run the kernel above on one matrix of 20 rows, watched, by two descriptors of it."""
-    control = Control(0, 1, threading.Barrier(1), [None])
-    executor = type("Executor", (), {"programs": 2, "copy_engine": None, "write": None})()
-    racehooks.start(control, executor, lambda group: control)
-    try:
+    with checked_alone():
         matrix = torch.zeros(20, 16)
         racecheck.watch("matrix", matrix)
         descriptor = TensorDescriptor(matrix, [rows, columns], [16, 1], [8, 8])
         interpreter.run(blocks_kernel, 2, descriptor, descriptor, first_row, STORED=stored, USED=used)
-    finally:
-        racecheck.stop()
     assert "create_masked_load" not in vars(interpreter.builder) and racecheck.active() is None
 
 

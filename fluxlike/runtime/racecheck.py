@@ -17,6 +17,8 @@ a launch, its end           host → programs; programs → host
 release → acquire           on the same word: an atomic with release (or acq_rel) publishes what its thread knows, a later
                             one with acquire takes it over. Relaxed atomics do neither, but do not hide an earlier release.
 scope                       "sys" everywhere; "gpu" within one rank; "cta" nowhere, because a program knows its own past anyhow
+a compare-and-swap that     reads only: it may acquire, and publishes nothing
+fails
 plain store to a signal     ends what was published there, as in the C++ model
 queueing a copy             host → this job and the later ones; the jobs of one queue in order
 stream wait                 acquire at *system* scope: the copy engine is outside the GPU, and "gpu" scope does not reach it
@@ -332,36 +334,49 @@ class Checker:
 
     # -- signals --------------------------------------------------------------------------------------------------------
 
-    def atomic(self, addresses: np.ndarray, size: int, order: int, scope: int, poll: bool, act: Callable[[], Any]) -> Any:
-        """An atomic on words at ``addresses``; ``act`` does it. ``poll``: it changes nothing, so it is no signal."""
+    def atomic(
+        self, addresses: np.ndarray, size: int, order: int, scope: int, act: Callable[[], tuple[Any, np.ndarray | None]],
+        poll: bool = False,
+    ) -> Any:  # fmt: skip
+        """An atomic on words at ``addresses``. ``act`` does it; with its result it gives which words it wrote, None for all.
+
+        A word that it did not write, as a compare-and-swap that fails does not, was only read: an acquire at most. ``poll``: it
+        writes what is there, so it is no signal.
+        """
         with self.shadow:
             self._raise_if_stopped()
             thread, site = self.current(), self.shadow.site(self.where())
-            clocks = []
-            for known, granules in self.locate(addresses, size):
+            places = self.locate(addresses, size)
+            for known, granules in places:
                 self._judge(thread, site, known, granules, ATOMIC)
-                first = granules[:: max(1, size // GRANULE)]
-                if order:
-                    numbers = self.shadow.signal_numbers(self.shadow.areas[known.area], first)
-                    clocks += [(self.shadow.system, self.shadow.gpu[:, self.rank], numbers)]
-                if not poll and len(first) == 1:
-                    self._remember(thread, known.area, int(first[0]), order, scope, site)
-            if not clocks and order and len(addresses) == 1:
-                clocks = [self._other(int(addresses[0]))]
+            result, wrote = act()
+            given = addresses if wrote is None else addresses[wrote]
+            published = places if wrote is None else self.locate(given, size)
             if order & 2 and scope:
-                for system, gpu, numbers in clocks:
+                for system, gpu, numbers in self._words(published, given, size):
                     gpu[numbers] = np.maximum(gpu[numbers], thread.clock)
                     if scope == 2:
                         system[numbers] = np.maximum(system[numbers], thread.clock)
-            result = act()
             if order & 1 and scope:
-                for system, gpu, numbers in clocks:
+                for system, gpu, numbers in self._words(places, addresses, size):
                     np.maximum(thread.clock, gpu[numbers].max(axis=0), out=thread.clock)
                     if scope == 2:
                         np.maximum(thread.clock, system[numbers].max(axis=0), out=thread.clock)
-            if not poll:
+            if not poll and len(given):
+                for known, granules in published:
+                    if len(granules) == max(1, size // GRANULE):
+                        self._remember(thread, known.area, int(granules[0]), order, scope, site)
                 self._tick(thread)
             return result
+
+    def _words(
+        self, places: list[tuple[Range, np.ndarray]], addresses: np.ndarray, size: int
+    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """The clocks of the words at ``places``; of one that is not checked those of this process."""
+        if not places:
+            return [self._other(int(addresses[0]))] if len(addresses) == 1 else []
+        first = [(self.shadow.areas[known.area], granules[:: max(1, size // GRANULE)]) for known, granules in places]
+        return [(self.shadow.system, self.shadow.gpu[:, self.rank], self.shadow.signal_numbers(*words)) for words in first]
 
     def _other(self, address: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Clocks of a word that is not checked; it is this process's own."""

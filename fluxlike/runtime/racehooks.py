@@ -107,13 +107,22 @@ class _Operations:
     def create_atomic_rmw(self, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
         programs.before_memory(effect=False)  # outside the lock: it may switch to another program
         poll = op == stock._ir.ATOMIC_OP.ADD and not value.data.any()
-        act = lambda: stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope)  # noqa: E731
-        return self.checker.atomic(_selected(pointers, mask), _size(pointers), _ORDER[sem], _SCOPE[scope], poll, act)
+
+        def act() -> tuple[Any, None]:
+            return stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope), None
+
+        return self.checker.atomic(_selected(pointers, mask), _size(pointers), _ORDER[sem], _SCOPE[scope], act, poll)
 
     def create_atomic_cas(self, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         programs.before_memory(effect=False)
-        act = lambda: stock.InterpreterBuilder.create_atomic_cas(self.builder, pointers, compare, value, sem, scope)  # noqa: E731
-        return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], False, act)
+
+        def act() -> tuple[Any, np.ndarray]:
+            found = stock.InterpreterBuilder.create_atomic_cas(self.builder, pointers, compare, value, sem, scope)
+            bits = np.dtype(f"u{found.data.itemsize}")  # bits are compared, not numbers
+            wanted = np.broadcast_to(compare.data.astype(found.data.dtype), found.data.shape)
+            return found, (found.data.view(bits) == wanted.view(bits)).reshape(-1)
+
+        return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], act)
 
     def _window(self, descriptor: Any, indices: list[Any], kind: int, rows: int | None = None) -> None:
         inside, _ = interpreter.window(descriptor, indices)
