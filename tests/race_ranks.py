@@ -51,13 +51,13 @@ class Segment:
 
 
 class Ranks:
-    def __init__(self, size, max_programs=2):
+    def __init__(self, size):
         meeting, said = threading.Barrier(size), [None] * size
         controls = [Control(rank, size, meeting, said) for rank in range(size)]
         self.segment = Segment(size)
 
         def make(control):
-            checker = Checker(control, max_programs)
+            checker = Checker(control)
             checker.add_segment(self.segment, control)
             return checker
 
@@ -121,7 +121,7 @@ class Ranks:
 def checked_alone():
     """The checker on in this process, as its only rank: for kernels that are really run, on watched memory."""
     control = Control(0, 1, threading.Barrier(1), [None])
-    executor = type("Executor", (), {"programs": 2, "copy_engine": None, "write": None})()
+    executor = type("Executor", (), {"copy_engine": None, "write": None})()
     racehooks.start(control, executor, lambda group: control)
     try:
         yield

@@ -315,6 +315,82 @@ def test_a_span_has_gaps(two):
         two.checkers[1].span(two.at(0, DATA), 32, 18, 4, READ)
 
 
+# large grids
+
+
+@pytest.mark.parametrize("distance", [16, 18, 1008])
+def test_no_two_programs_of_a_grid_pass_for_one(distance):
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.launch(rank, racecheck.MAX_PROGRAMS)
+    last = racecheck.MAX_PROGRAMS - 1
+    ranks.write((0, last), 1)
+    ranks.signal((0, last), 1, RELEASE)
+    ranks.wait((1, last - distance), 1, ACQUIRE)
+    ranks.read((1, last - distance), 1)  # ordered
+    ranks.write((0, last), 0, DATA + 128)
+    with pytest.raises(RaceError, match=rf"(?s)write by rank 0, program {last},.*read by rank 0, program {last - distance},"):
+        ranks.read((0, last - distance), 0, DATA + 128)
+    ranks.close()
+
+
+def test_ranks_whose_grids_differ_in_size_know_of_each_other():
+    """Clocks grow while others, shorter ones, are in use: of programs that run, of hosts, of signals and of the copy engine."""
+    ranks = Ranks(2)
+    ranks.launch(0)
+    ranks.signal(A0, 0, RELEASE, GPU, OTHER_WORD)
+    ranks.write(HOST_A, 0, DATA + 128)
+    known = ranks.checkers[0].queued()
+    ranks.launch(1, 40)
+    ranks.write((1, 39), 1)
+    ranks.signal((1, 39), 0)
+    ranks.wait(A1, 0)
+    ranks.read(A1, 1)
+    with ranks.acting(0, 1) as checker:  # on a word that is not checked
+        checker.atomic(np.array([64], np.uint64), 8, RELEASE, GPU, lambda: (None, None))
+    ranks.end(0)
+    ranks.read(HOST_A, 1)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ranks.checkers[0].begin_job, known).result()
+        pool.submit(ranks.checkers[0].span, ranks.at(0, DATA + 128), 32, 16, 2, READ).result()
+        assert pool.submit(ranks.checkers[0].stream_wait, ranks.at(0, WORD), lambda: True).result()
+        pool.submit(ranks.checkers[0].span, ranks.at(1, DATA), 32, 16, 2, READ).result()
+    clocks = [ranks.checkers[0].publish().tolist()]
+    ranks.end(1)
+    ranks.checkers[1].learn(clocks)
+    ranks.read(HOST_B, 0, DATA + 128)
+    with pytest.raises(RaceError, match="the copy engine"):
+        ranks.write(HOST_B, 1)
+    ranks.close()
+
+
+@triton.jit
+def spread_kernel(x, SAME: tl.constexpr):
+    """Each program stores a word; with SAME the last stores that of the first."""
+    program = tl.program_id(0) + 20 * tl.program_id(1)
+    tl.store(x + (program % SAME), 1)
+
+
+def test_a_grid_of_more_programs_than_a_bank_has():
+    with checked_alone():
+        x = torch.zeros(48, dtype=torch.int32)
+        racecheck.watch("x", x)
+        interpreter.run(spread_kernel, (20, 2), x, SAME=40)
+        with pytest.raises(RaceError, match=r"(?s)bytes 0 to 3.*rank 0, program 0,.*rank 0, program 32,"):
+            interpreter.run(spread_kernel, (20, 2), x, SAME=32)
+
+
+def test_a_grid_that_is_too_large_says_so():
+    with checked_alone():
+        x = torch.zeros(1, dtype=torch.int32)
+        most = racecheck.MAX_PROGRAMS
+        assert most == 1024
+        with pytest.raises(
+            RuntimeError, match=f"at most {most} programs of a grid, and spread_kernel is launched with {most + 1}; "
+        ):
+            interpreter.run(spread_kernel, most + 1, x, SAME=1)
+
+
 # ranges and granules
 
 
@@ -399,7 +475,7 @@ def test_records_are_used_again_and_nothing_in_use_is_lost(monkeypatch):
 
 
 def test_chains_keep_each_thread_once():
-    ranks = Ranks(3, max_programs=4)
+    ranks = Ranks(3)
     for rank in range(3):
         ranks.launch(rank, 4)
     for _ in range(3):

@@ -6,8 +6,8 @@ thread the part of every other thread's past that is known to have happened befo
 the same memory has seen. What is not ordered is a race, found on the first run.
 
 *Threads.* Each program of a grid, the host thread of each rank, and the copy engines of each rank (all contexts' together are one
-thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. Beyond
-`Checker.programs` programs, several share a number; races between those are not seen.
+thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. A grid may have
+`MAX_PROGRAMS` of them.
 
 *What orders.*
 
@@ -52,9 +52,26 @@ from .control import ControlGroup
 from .errors import RaceError
 from .heap import Free, Segment, first_fit, give, take
 from .racereport import ATOMIC, ENGINE, FIRST_PROGRAM, HOST, READ, STORE
-from .raceshadow import ATOMICS, CLOCK, GRANULE, LOCAL_BYTES, NEXT, READS, RING, SIGNAL, TID, WRITE, Area, Shadow
+from .raceshadow import (
+    ATOMICS,
+    BANKS,
+    CLOCK,
+    GRANULE,
+    KIND,
+    LOCAL_BYTES,
+    NEXT,
+    READS,
+    RING,
+    SIGNAL,
+    SITE,
+    TID,
+    WIDTH,
+    WRITE,
+    Area,
+    Shadow,
+)  # fmt: skip
 
-_MIN_PROGRAMS = 16
+MAX_PROGRAMS = BANKS * WIDTH - FIRST_PROGRAM
 _OTHER_WORDS = 1 << 16
 
 
@@ -86,13 +103,10 @@ class Range:
 class Checker:
     """The checker of one process; made and ended by `start` and `stop`."""
 
-    def __init__(self, control: ControlGroup, max_programs: int) -> None:
+    def __init__(self, control: ControlGroup) -> None:
         self.control, self.rank = control, control.rank
-        self.programs = max(_MIN_PROGRAMS, max_programs)
-        self.per_rank = FIRST_PROGRAM + self.programs
-        self.threads = control.size * self.per_rank
-        self.shadow = Shadow(control, self.threads)
-        self._ticks = np.zeros(self.threads, np.int32)
+        self.shadow = Shadow(control)
+        self._ticks = np.zeros(BANKS * self.shadow.width, np.int32)
         self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
         self._ranges: list[Range] = []
         self._starts: list[int] = []
@@ -109,7 +123,7 @@ class Checker:
     # -- threads --------------------------------------------------------------------------------------------------------
 
     def _thread(self, number: int) -> Thread:
-        thread = Thread(self.rank * self.per_rank + number, np.zeros(self.threads, np.int32))
+        thread = Thread(self.shadow.thread(self.rank, number), np.zeros(self.shadow.counted, np.int32))
         self._tick(thread)
         return thread
 
@@ -119,20 +133,43 @@ class Checker:
         thread.clock[thread.tid] = self._ticks[thread.tid]
         thread.recent.clear()
 
+    def _learn(self, thread: Thread, clock: np.ndarray) -> None:
+        """The thread knows what ``clock`` says, too; any rank may have counted more threads than this one."""
+        self._reach(thread, len(clock))
+        np.maximum(thread.clock[: len(clock)], clock, out=thread.clock[: len(clock)])
+
+    @staticmethod
+    def _reach(thread: Thread, threads: int) -> None:
+        if len(thread.clock) < threads:
+            thread.clock = np.pad(thread.clock, (0, threads - len(thread.clock)))
+
     def current(self) -> Thread:
         program = programs.current()
         if program is not None:
             return program.checked
         return self.engine if getattr(self._on_engine, "yes", False) else self.host
 
+    def _acting(self) -> Thread:
+        """The thread that does something now. The shadow is locked."""
+        thread = self.current()
+        self._reach(thread, self.shadow.counted)
+        return thread
+
     def fork(self, grid: programs.Grid) -> None:
         """A launch begins."""
-        x, y, _ = grid.dims
+        x, y, z = grid.dims
+        if x * y * z > MAX_PROGRAMS:
+            raise RuntimeError(
+                f"the race checker follows at most {MAX_PROGRAMS} programs of a grid, and {grid.name} is launched with "
+                f"{x * y * z}; launch fewer, each of which does several tiles (as fluxlike's kernels do), or a smaller problem"
+            )
+        with self.shadow:
+            self.shadow.count(FIRST_PROGRAM + x * y * z - 1)
+            self._reach(self.host, self.shadow.counted)
         for program in grid.queue:
             i, j, k = program.pid
             number = i + x * (j + y * k)
-            tid = self.rank * self.per_rank + FIRST_PROGRAM + number % self.programs
-            thread = Thread(tid, self.host.clock.copy(), number, grid.name)
+            thread = Thread(self.shadow.thread(self.rank, FIRST_PROGRAM + number), self.host.clock.copy(), number, grid.name)
             self._tick(thread)
             program.checked = thread
             grid.checked.append(thread)
@@ -141,7 +178,7 @@ class Checker:
     def join(self, grid: programs.Grid) -> None:
         """A launch is over."""
         for thread in grid.checked:
-            np.maximum(self.host.clock, thread.clock, out=self.host.clock)
+            self._learn(self.host, thread.clock)
 
     def publish(self) -> np.ndarray:
         """What the host thread knows, for the other ranks of an agreement."""
@@ -152,8 +189,8 @@ class Checker:
     def learn(self, clocks: list[list[int] | None]) -> None:
         """What the host threads of an agreement knew."""
         for clock in clocks:
-            if clock is not None and len(clock) == self.threads:
-                np.maximum(self.host.clock, np.array(clock, self.host.clock.dtype), out=self.host.clock)
+            if clock is not None and len(clock) % self.shadow.width == 0 and len(clock) <= len(self._ticks):
+                self._learn(self.host, np.array(clock, self.host.clock.dtype))
 
     def queued(self) -> np.ndarray:
         """What a job of the copy engine may rely on: the host's past."""
@@ -162,10 +199,10 @@ class Checker:
     def begin_job(self, known: np.ndarray) -> None:
         self._on_engine.yes = True
         with self.shadow:  # the engines of two contexts are two threads of the process
-            np.maximum(self.engine.clock, known, out=self.engine.clock)
+            self._learn(self.engine, known)
 
     def join_engine(self) -> None:
-        np.maximum(self.host.clock, self.engine.clock, out=self.host.clock)
+        self._learn(self.host, self.engine.clock)
 
     # -- memory ---------------------------------------------------------------------------------------------------------
 
@@ -198,8 +235,7 @@ class Checker:
             first = known.granule
             with self.shadow:
                 cells = area.cells[first : first + size // GRANULE]
-                numbers = np.unique(cells[:, SIGNAL])
-                self.shadow.system[numbers], self.shadow.gpu[numbers] = 0, 0
+                self.shadow.forget_signals(np.unique(cells[:, SIGNAL]))
                 cells[:, :SIGNAL] = 0
             self._add(known)
         area = self.shadow.areas[known.area]
@@ -263,7 +299,7 @@ class Checker:
         if places:
             with self.shadow:
                 self._raise_if_stopped()
-                thread = self.current()
+                thread = self._acting()
                 site = self.shadow.site("a copy" if thread is self.engine else self.where())
                 for known, granules in places:
                     self._judge(thread, site, known, granules, kind)
@@ -295,21 +331,23 @@ class Checker:
             self._end_signals(cells)
             return
         column = READS if kind == READ else ATOMICS
-        numbers = _distinct(cells[:, column])
+        numbers, generation = _distinct(cells[:, column]), self.shadow.generation
+        chains = [self.shadow.chain(number) for number in numbers]
+        self.shadow.reserve(sum(map(len, chains)) + len(chains))
+        if self.shadow.generation != generation:  # the chains may be gone
+            numbers = [0] * len(numbers)
         if len(numbers) == 1:
-            area.cells[granules, column] = self._extended(thread, site, kind, numbers[0])
+            area.cells[granules, column] = self._extended(thread, site, kind, numbers[0], chains[0])
             return
         new = np.empty(len(granules), np.uint32)
-        self.shadow.reserve(len(numbers) * self.threads)
-        for number in numbers:
-            new[cells[:, column] == number] = self._extended(thread, site, kind, number)
+        for old, number, chain in zip(_distinct(cells[:, column]), numbers, chains, strict=True):
+            new[cells[:, column] == old] = self._extended(thread, site, kind, number, chain)
         area.cells[granules, column] = new
 
     def _end_signals(self, cells: np.ndarray) -> None:
         """A plain store over a signal: who acquires it from now on acquires nothing."""
         if cells[:, SIGNAL].any():
-            numbers = np.unique(cells[:, SIGNAL])
-            self.shadow.system[numbers], self.shadow.gpu[numbers] = 0, 0
+            self.shadow.forget_signals(np.unique(cells[:, SIGNAL]))
 
     def _record(self, thread: Thread, site: int, kind: int) -> int:
         """The number of an access that stands alone."""
@@ -321,16 +359,24 @@ class Checker:
             thread.recent[key] = number
         return number
 
-    def _extended(self, thread: Thread, site: int, kind: int, number: int) -> int:
-        """The chain ``number`` with this access, without those that happened before it."""
-        stay = [r for r in self.shadow.chain(number) if r[TID] != thread.tid and r[CLOCK] > thread.clock[r[TID]]]
+    def _extended(self, thread: Thread, site: int, kind: int, number: int, chain: list[tuple[int, ...]]) -> int:
+        """``chain`` with this access, without those that happened before it. ``number`` of the chain, if it is still there."""
+        stay = [r for r in chain if r[TID] != thread.tid and r[CLOCK] > thread.clock[r[TID]]]
         if not stay:
             return self._record(thread, site, kind)
-        self.shadow.reserve(len(stay) + 1)
+        mine = (thread.tid, int(thread.clock[thread.tid]), site)
         following = 0
-        for record in stay:
-            following = self.shadow.record((*record[:NEXT], following, *record[NEXT + 1 :]))
-        return self.shadow.record((thread.tid, int(thread.clock[thread.tid]), site, following, thread.program, kind))
+        if number and len(stay) >= len(chain) - 1:  # with many programs chains are long, and change by one thread at a time
+            if any(r[: SITE + 1] == mine and r[KIND] == kind for r in chain):
+                return number
+            if len(stay) == len(chain):
+                following = number
+            elif chain[0] != stay[0]:
+                following = chain[0][NEXT]
+        if not following:
+            for record in reversed(stay):
+                following = self.shadow.record((*record[:NEXT], following, *record[NEXT + 1 :]))
+        return self.shadow.record((*mine, following, thread.program, kind))
 
     # -- signals --------------------------------------------------------------------------------------------------------
 
@@ -345,7 +391,7 @@ class Checker:
         """
         with self.shadow:
             self._raise_if_stopped()
-            thread, site = self.current(), self.shadow.site(self.where())
+            thread, site = self._acting(), self.shadow.site(self.where())
             places = self.locate(addresses, size)
             for known, granules in places:
                 self._judge(thread, site, known, granules, ATOMIC)
@@ -353,15 +399,15 @@ class Checker:
             given = addresses if wrote is None else addresses[wrote]
             published = places if wrote is None else self.locate(given, size)
             if order & 2 and scope:
-                for system, gpu, numbers in self._words(published, given, size):
-                    gpu[numbers] = np.maximum(gpu[numbers], thread.clock)
-                    if scope == 2:
-                        system[numbers] = np.maximum(system[numbers], thread.clock)
+                for *clocks, numbers in self._words(published, given, size):
+                    for table in clocks[:scope]:
+                        banks = thread.clock.reshape(-1, 1, self.shadow.width)
+                        table[: len(banks), numbers] = np.maximum(table[: len(banks), numbers], banks)
             if order & 1 and scope:
-                for system, gpu, numbers in self._words(places, addresses, size):
-                    np.maximum(thread.clock, gpu[numbers].max(axis=0), out=thread.clock)
-                    if scope == 2:
-                        np.maximum(thread.clock, system[numbers].max(axis=0), out=thread.clock)
+                for *clocks, numbers in self._words(places, addresses, size):
+                    for table in clocks[:scope]:
+                        banks = table[: len(thread.clock) // self.shadow.width, numbers]
+                        np.maximum(thread.clock, banks.max(axis=1).reshape(-1), out=thread.clock)
             if not poll and len(given):
                 for known, granules in published:
                     if len(granules) == max(1, size // GRANULE):
@@ -372,18 +418,22 @@ class Checker:
     def _words(
         self, places: list[tuple[Range, np.ndarray]], addresses: np.ndarray, size: int
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """The clocks of the words at ``places``; of one that is not checked those of this process."""
+        """The clocks of the words at ``places``, at gpu scope and at system scope; of one that is not checked this process's."""
         if not places:
             return [self._other(int(addresses[0]))] if len(addresses) == 1 else []
         first = [(self.shadow.areas[known.area], granules[:: max(1, size // GRANULE)]) for known, granules in places]
-        return [(self.shadow.system, self.shadow.gpu[:, self.rank], self.shadow.signal_numbers(*words)) for words in first]
+        return [(self.shadow.gpu[self.rank], self.shadow.system, self.shadow.signal_numbers(*words)) for words in first]
 
     def _other(self, address: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Clocks of a word that is not checked; it is this process's own."""
         if len(self._others) >= _OTHER_WORDS:
             self._others.clear()
-        system, gpu = self._others.setdefault(address, [np.zeros((1, self.threads), np.int32) for _ in range(2)])
-        return system, gpu, np.zeros(1, np.int64)
+        width = self.shadow.width
+        gpu, system = self._others.get(address, [np.zeros((0, 1, width), np.int32)] * 2)
+        if len(gpu) * width < self.shadow.counted:
+            more = ((0, self.shadow.counted // width - len(gpu)), (0, 0), (0, 0))
+            gpu, system = self._others[address] = [np.pad(gpu, more), np.pad(system, more)]
+        return gpu, system, np.zeros(1, np.int64)
 
     def _remember(self, thread: Thread, area: int, granule: int, order: int, scope: int, site: int) -> None:
         shadow = self.shadow
@@ -398,22 +448,24 @@ class Checker:
             if not met():
                 return False
             thread, site = self.engine, self.shadow.site("a stream wait")
+            self._reach(thread, self.shadow.counted)
             for known, granules in self.locate(np.array([address]), 4):
                 self._judge(thread, site, known, granules, ATOMIC)
-                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])
-                np.maximum(thread.clock, self.shadow.system[number[0]], out=thread.clock)
+                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0]
+                self._learn(thread, self.shadow.system[: self.shadow.counted // self.shadow.width, number].reshape(-1))
             return True
 
     def stream_write(self, address: int, act: Callable[[], None]) -> None:
         """The copy engine, or another stream of the host's, sets a word: a release at system scope, by a store."""
         with self.shadow:
-            thread, site = self.current(), self.shadow.site("a stream write")
+            thread, site = self._acting(), self.shadow.site("a stream write")
             for known, granules in self.locate(np.array([address]), 4):
                 self._judge(thread, site, known, granules, ATOMIC)
-                number = int(self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0])
-                self.shadow.gpu[number] = 0
-                self.shadow.gpu[number, self.rank] = thread.clock
-                self.shadow.system[number] = thread.clock
+                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])
+                self.shadow.forget_signals(number)
+                banks = thread.clock.reshape(-1, 1, self.shadow.width)
+                for table in (self.shadow.gpu[self.rank], self.shadow.system):
+                    table[: len(banks), number] = banks
                 self._remember(thread, known.area, int(granules[0]), 2, 2, site)
             act()
             self._tick(thread)
@@ -429,7 +481,7 @@ class Checker:
 
     def _report(self, thread: Thread, site: int, kind: int, record: tuple[int, ...], known: Range, granules: np.ndarray) -> None:
         second = racereport.Access(thread.tid, thread.program, kind, site)
-        message = racereport.text(self.shadow, self.control.ranks, self.per_rank, self._names, known.area, granules, record, second)
+        message = racereport.text(self.shadow, self.control.ranks, self._names, known.area, granules, record, second)
         self.shadow.stop(self.rank, message)
         raise RaceError(message)
 
@@ -454,11 +506,11 @@ def active() -> Checker | None:
     return _checker
 
 
-def start(control: ControlGroup, max_programs: int) -> Checker:
+def start(control: ControlGroup) -> Checker:
     """Make the checker, on all ranks of ``control``; `racehooks.start` also makes it see. Collective."""
     global _checker
     stop()
-    _checker = Checker(control, max_programs)
+    _checker = Checker(control)
     raceverdict.opened(_checker.shadow)
     return _checker
 

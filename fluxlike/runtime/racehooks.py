@@ -204,7 +204,7 @@ def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any],
 
     ``control_of``: the control group of a torch group, for `torch.distributed.barrier`.
     """
-    checker = racecheck.start(ours, executor.programs)
+    checker = racecheck.start(ours)
     builder = interpreter.builder
     operations = _Operations(checker, builder)
     hooks: list[tuple[Any, str, Any]] = [

@@ -27,11 +27,11 @@ class Access:
 class _Words:
     """What the numbers of one report mean."""
 
-    def __init__(self, shadow: Shadow, ranks: list[int], per_rank: int, names: list[Name]) -> None:
-        self.shadow, self.ranks, self.per_rank, self.names = shadow, ranks, per_rank, names
+    def __init__(self, shadow: Shadow, ranks: list[int], names: list[Name]) -> None:
+        self.shadow, self.ranks, self.names = shadow, ranks, names
 
     def who(self, access: Access) -> str:
-        rank, number = divmod(access.tid, self.per_rank)
+        rank, number = self.shadow.rank_of(access.tid), self.shadow.number_of(access.tid)
         actor = {HOST: "the host", ENGINE: "the copy engine"}.get(number, f"program {access.program}")
         return f"{VERBS[access.kind]} by rank {self.ranks[rank]}, {actor}, {self.shadow.site_text(access.site)}"
 
@@ -47,9 +47,10 @@ class _Words:
         """The first signal of the first thread after its access that ``other`` could have waited for."""
         given = self.shadow.ring[record[TID]]
         later = sorted((row.tolist() for row in given if row[2] >= record[CLOCK]), key=lambda row: row[2])
-        if record[TID] // self.per_rank != other // self.per_rank:  # another rank cannot see local words
+        mine, their_rank = self.shadow.rank_of(record[TID]), self.shadow.rank_of(other)
+        if mine != their_rank:  # another rank cannot see local words
             later = [row for row in later if row[0]]
-            theirs = [row for row in later if row[1] // self.shadow.areas[row[0]].granules_each == other // self.per_rank]
+            theirs = [row for row in later if row[1] // self.shadow.areas[row[0]].granules_each == their_rank]
             later = theirs or later  # waits are for words of the own rank
         if not later:
             return "The first has given no signal since; it would have been ordered by one, and a wait on it."
@@ -64,11 +65,10 @@ class _Words:
 
 
 def text(
-    shadow: Shadow, ranks: list[int], per_rank: int, names: list[Name], area: int, granules: np.ndarray,
-    record: tuple[int, ...], second: Access,
+    shadow: Shadow, ranks: list[int], names: list[Name], area: int, granules: np.ndarray, record: tuple[int, ...], second: Access,
 ) -> str:  # fmt: skip
     """The report of a race at ``granules``: ``record`` came first. The shadow is locked."""
-    words = _Words(shadow, ranks, per_rank, names)
+    words = _Words(shadow, ranks, names)
     low, high = int(granules.min()), int(granules.max())
     region, start = words.region(area, low)
     first = Access(record[TID], record[PROGRAM], record[KIND], record[SITE])

@@ -12,6 +12,9 @@ only the last. A chain holds a thread at most once. When records run out, those 
 
 *Signals.* A word that atomics use has vector clocks: one published at system scope, one for each rank at GPU scope.
 
+*Banks.* A clock counts every thread, and nearly always a rank has few. So threads come in banks of 18 a rank: the host, the copy
+engine and 16 programs, then 18 programs more in each. Clocks reach as far as the banks in use, which grow with the largest grid.
+
 All of it is sparse anonymous memory, taken page by page as memory is touched: 8 bytes for each byte of the heap in use.
 One lock guards it: a file lock between the processes, which dies with its holder, and a thread lock within each.
 """
@@ -27,6 +30,8 @@ from .control import ControlGroup
 from .shm import share
 
 GRANULE = 2
+#: Threads of a rank in a bank, and how many banks there may be.
+WIDTH, BANKS = 18, 57
 RECORDS = 1 << 19
 SIGNALS = 1 << 16
 SITES, SITE_BYTES = 8192, 320
@@ -65,16 +70,20 @@ class Area:
 class Shadow:
     """The tables, as this process maps them. All methods are called with `lock` held."""
 
-    def __init__(self, control: ControlGroup, threads: int) -> None:
+    def __init__(self, control: ControlGroup) -> None:
         ranks = control.size
+        #: Threads of all ranks in a bank.
+        self.width = ranks * WIDTH
+        threads = BANKS * self.width
         fields: list[tuple[str, type, tuple[int, ...]]] = [
-            # next record, next signal, next site, generation of records, 1 + rank of the first race, whether a kernel was checked
+            # next record, next signal, next site, generation of records, 1 + rank of the first race, whether a kernel was checked,
+            # banks in use
             ("header", np.int64, (8,)),
             ("message", np.uint8, (MESSAGE,)),
             ("records", np.int32, (RECORDS, 6)),
             ("taken", np.uint8, (RECORDS,)),  # records that the last search found in use
-            ("system", np.int32, (SIGNALS, threads)),  # clocks
-            ("gpu", np.int32, (SIGNALS, ranks, threads)),
+            ("system", np.int32, (BANKS, SIGNALS, self.width)),  # clocks
+            ("gpu", np.int32, (ranks, BANKS, SIGNALS, self.width)),
             ("sites", np.uint8, (SITES, SITE_BYTES)),
             ("ring", np.int64, (threads, RING, 5)),  # area, granule, clock, order, site of the last signals
             ("signals", np.int64, (threads,)),  # how many each thread has given
@@ -91,7 +100,7 @@ class Shadow:
         self._within = threading.Lock()
         self._site_numbers: dict[str, int] = {}
         if control.rank == 0:
-            self.header[:3] = 1  # 0 means none
+            self.header[:3] = self.header[6] = 1  # 0 means none
         control.barrier("starting the race checker")
 
     header: np.ndarray
@@ -118,6 +127,28 @@ class Shadow:
 
     def close(self) -> None:
         os.close(self._fd)
+
+    # -- threads --------------------------------------------------------------------------------------------------------
+
+    def thread(self, rank: int, number: int) -> int:
+        """The number among all threads of thread ``number`` of ``rank``."""
+        return number // WIDTH * self.width + rank * WIDTH + number % WIDTH
+
+    def rank_of(self, tid: int) -> int:
+        return tid % self.width // WIDTH
+
+    def number_of(self, tid: int) -> int:
+        """The number of a thread among those of its rank."""
+        return tid // self.width * WIDTH + tid % WIDTH
+
+    @property
+    def counted(self) -> int:
+        """How many threads clocks count by now."""
+        return int(self.header[6]) * self.width
+
+    def count(self, number: int) -> None:
+        """A rank has thread ``number``."""
+        self.header[6] = max(int(self.header[6]), number // WIDTH + 1)
 
     # -- records --------------------------------------------------------------------------------------------------------
 
@@ -171,6 +202,12 @@ class Shadow:
         self.header[3] += 1
 
     # -- signals and sites ----------------------------------------------------------------------------------------------
+
+    def forget_signals(self, numbers: np.ndarray) -> None:
+        """Who acquires these from now on acquires nothing."""
+        banks = int(self.header[6])
+        self.system[:banks, numbers] = 0
+        self.gpu[:, :banks, numbers] = 0
 
     def signal_numbers(self, area: Area, granules: np.ndarray) -> np.ndarray:
         """The signals at ``granules``, new ones where there are none."""
