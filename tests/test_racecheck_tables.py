@@ -16,9 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fluxlike
 from fluxlike.kernels.lang import is_interp, used_rows
 from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
-from fluxlike.runtime import interpreter, racecheck, raceshadow
+from fluxlike.runtime import interpreter, racecheck, racememory, raceshadow
 from fluxlike.runtime.errors import RaceError
 from fluxlike.runtime.racereport import READ, STORE
+from fluxlike.runtime.raceshadow import BOTH, EVEN, ODD
 
 
 @pytest.fixture
@@ -400,7 +401,9 @@ def test_locate(two):
 
     def found(addresses, size):
         places = checker.locate(np.array(addresses, np.uint64), size)
-        return [(known.rank, (granules - known.granule).tolist()) for known, granules in places]
+        assert size == 1 or all(place.halves == BOTH for place in places)
+        shown = {BOTH: "", EVEN: "even", ODD: "odd"}
+        return [(p.known.rank, (p.granules - p.known.granule).tolist(), *filter(None, [shown[p.halves]])) for p in places]
 
     assert found([start, start + 2], 2) == [(0, [0, 1])]
     assert found([start, start + 8], 8) == [(0, [0, 1, 2, 3, 4, 5, 6, 7])]
@@ -408,7 +411,7 @@ def test_locate(two):
     assert found([end, end + 64], 4) == []
     assert found([two.segment.addresses[1] + 4, start + 4], 4) == [(1, [2, 3]), (0, [2, 3])]
     assert found([1 << 40, start], 4) == [(0, [0, 1])]  # backwards, from above all that is checked
-    assert found([start, start + 1, start + 2, start + 5], 1) == [(0, [0])]  # half a granule may be another's
+    assert found([start, start + 1, start + 1, start + 2, start + 5], 1) == [(0, [0]), (0, [1], "even"), (0, [2], "odd")]
     assert found([], 4) == []
 
 
@@ -417,6 +420,100 @@ def test_neighbours_of_two_bytes_do_not_race(two):
     two.write(B0, 0, DATA + 2, 2, element=2)
     with pytest.raises(RaceError):
         two.write(B0, 0, DATA, 2, element=2)
+
+
+@pytest.mark.parametrize(("first", "second", "where"), [((0, 1), (1, 1), ""), ((0, 1), (0, 2), "0"), ((1, 1), (0, 2), "1")])
+@pytest.mark.parametrize("how", [("write", "write"), ("read", "write"), ("write", "read")])
+@pytest.mark.parametrize("turned", [False, True])
+def test_bytes_of_a_granule_are_two(two, first, second, where, how, turned):
+    """Places are (byte, number of bytes). Two programs may own one byte of a granule each, but not the same."""
+    places = (second, first) if turned else (first, second)
+    two.write(A0, 0, DATA + 2048, 1, element=1)  # in the same chunk
+    match = where and f"bytes {DATA + int(where)} to {DATA + int(where)}\n"
+    for program, (byte, count), access in zip((A0, B0), places, how, strict=True):
+        with pytest.raises(RaceError, match=match) if where and program == B0 else contextlib.nullcontext():
+            getattr(two, access)(program, 0, DATA + byte, count, element=count)
+
+
+def test_what_was_before_the_bytes_parted_counts(two):
+    two.write(A0, 0, DATA, 64)
+    two.write(A0, 0, DATA + 3, 1, element=1)
+    with pytest.raises(RaceError, match=f"bytes {DATA + 5} to {DATA + 5}\n"):
+        two.read(B0, 0, DATA + 5, 1, element=1)
+
+
+def test_a_signal_stays_one_beside_single_bytes(two):
+    two.write(A0, 0, WORD + 16, 1, element=1)
+    two.write(A0, 0)
+    two.signal(A0, 0)
+    two.wait(B0, 0)
+    two.read(B0, 0)
+    with pytest.raises(RaceError, match=f"bytes {WORD} to {WORD + 7}\n"):
+        two.write(B1, 0, WORD, 8, element=8)
+
+
+@pytest.mark.parametrize("byte", [0, 1])
+def test_a_single_byte_stored_over_a_signal_ends_what_was_published(two, byte):
+    two.write(A0, 0)
+    two.signal(A0, 0, RELEASE, GPU, OTHER_WORD)
+    two.write(A0, 0, OTHER_WORD + byte, 1, element=1)
+    number = two.checkers[0].shadow.areas[1].cells[OTHER_WORD // 2, raceshadow.SIGNAL]
+    assert number and not two.checkers[0].shadow.gpu[0, 0, number].any()
+
+
+def test_records_of_single_bytes_are_not_lost(monkeypatch):
+    monkeypatch.setattr(raceshadow, "RECORDS", 64)
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.launch(rank)
+    ranks.write(A0, 0, DATA + 1, 1, element=1)
+    for turn in range(80):
+        ranks.signal(B0, 1)
+        ranks.write(B0, 1, DATA + turn % 2, 1, element=1)
+    assert ranks.checkers[0].shadow.generation > 0, "there was no need to search for free records"
+    with pytest.raises(RaceError, match=r"(?s)first:  write by rank 0, program 0"):
+        ranks.read(B1, 0)
+    ranks.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_buffers_of_odd_lengths_at_odd_addresses(shift):
+    ranks = Ranks(1)
+    ranks.launch(0)
+    checker, one, other = ranks.checkers[0], *(torch.zeros(8, dtype=torch.int8)[shift:][:3] for _ in range(2))
+    checker.watch("before", one)
+    with ranks.acting(0, 0):
+        checker.span(one.data_ptr(), 0, 3, 1, STORE)
+    checker.unwatch(one)
+    checker.watch("one", one)  # what was before is forgotten
+    checker.watch("other", other)
+
+    def touch(program, byte, pitch, rows, kind):
+        with ranks.acting(0, program):
+            checker.span(one.data_ptr() + byte, pitch, 1, rows, kind)
+
+    touch(0, 0, 2, 2, STORE)  # bytes 0 and 2
+    touch(1, 1, 1, 1, STORE)
+    with pytest.raises(RaceError, match="race on one of rank 0, bytes 2 to 2\n"):
+        touch(1, 2, 0, 1, READ)
+    ranks.close()
+
+
+@triton.jit
+def bytes_kernel(x, N: tl.constexpr, STEP: tl.constexpr):
+    """Each program stores every other byte; with a STEP of 1 they meet."""
+    i = tl.program_id(0) + tl.arange(0, N) * STEP
+    tl.store(x + i, tl.zeros((N,), tl.int8).to(x.dtype.element_ty))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.bool])
+def test_kernels_that_store_bytes(kind):
+    with checked_alone():
+        x = torch.zeros(40, dtype=kind)
+        racecheck.watch("x", x)
+        interpreter.run(bytes_kernel, 2, x, N=16, STEP=2)
+        with pytest.raises(RaceError, match="race on x of rank 0, bytes 2 to 15\n"):
+            interpreter.run(bytes_kernel, 2, x, N=16, STEP=1)
 
 
 def test_a_local_buffer_is_checked_under_its_name_until_it_is_given_up():
@@ -444,7 +541,7 @@ def test_a_local_buffer_is_checked_under_its_name_until_it_is_given_up():
 
 
 def test_watching_too_much_says_so(monkeypatch):
-    monkeypatch.setattr(racecheck, "LOCAL_BYTES", 1 << 20)
+    monkeypatch.setattr(racememory, "LOCAL_BYTES", 1 << 20)
     ranks = Ranks(1)
     with pytest.raises(RuntimeError, match="at most 1 MiB of local buffers"):
         ranks.checkers[0].watch("large", torch.empty(1 << 20))

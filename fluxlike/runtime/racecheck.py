@@ -28,7 +28,7 @@ host agreement              everyone → everyone in the group (`ControlGroup.ga
                             torch.distributed.barrier
 ==========================  ============================================================================================
 
-*What races.* Two accesses from different threads to a common granule, unordered, one of them a write. Two atomics never race; an
+*What races.* Two accesses from different threads to a common byte, unordered, one of them a write. Two atomics never race; an
 atomic and a plain access do. Memory of the heap and what `watch` names is checked, other memory is not; atomics on other memory
 still order.
 
@@ -38,7 +38,6 @@ tables are `raceshadow`, the places where accesses are noticed `racehooks`; with
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,29 +49,15 @@ import torch
 from . import programs, racereport, raceverdict
 from .control import ControlGroup
 from .errors import RaceError
-from .heap import Free, Segment, first_fit, give, take
+from .heap import Segment
+from .racememory import Memory, Place
 from .racereport import ATOMIC, ENGINE, FIRST_PROGRAM, HOST, READ, STORE
-from .raceshadow import (
-    ATOMICS,
-    BANKS,
-    CLOCK,
-    GRANULE,
-    KIND,
-    LOCAL_BYTES,
-    NEXT,
-    READS,
-    RING,
-    SIGNAL,
-    SITE,
-    TID,
-    WIDTH,
-    WRITE,
-    Area,
-    Shadow,
-)  # fmt: skip
+from .raceshadow import ATOMICS, BANKS, CLOCK, GRANULE, KIND, NEXT, READS, RING, SIGNAL, SITE, TID, WIDTH, WRITE, Part, Shadow
 
 MAX_PROGRAMS = BANKS * WIDTH - FIRST_PROGRAM
 _OTHER_WORDS = 1 << 16
+#: What an access can race with.
+_AGAINST = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}
 
 
 @dataclass
@@ -89,32 +74,15 @@ class Thread:
     used_rows: int | None = None
 
 
-@dataclass(frozen=True)
-class Range:
-    """Addresses of this process whose accesses are checked."""
-
-    start: int
-    end: int
-    area: int
-    granule: int
-    rank: int
-
-
-class Checker:
+class Checker(Memory):
     """The checker of one process; made and ended by `start` and `stop`."""
 
     def __init__(self, control: ControlGroup) -> None:
-        self.control, self.rank = control, control.rank
-        self.shadow = Shadow(control)
+        self.control = control
+        super().__init__(Shadow(control), control)
         self._ticks = np.zeros(BANKS * self.shadow.width, np.int32)
         self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
-        self._ranges: list[Range] = []
-        self._starts: list[int] = []
-        self._names: list[tuple[int, int, int, str]] = []  # area, first and last granule within a rank, name
         self._others: dict[int, list[np.ndarray]] = {}
-        local = Area(LOCAL_BYTES, control)
-        self.shadow.areas.append(local)
-        self._local_free: Free = [(0, LOCAL_BYTES)]
         self._on_engine = threading.local()
         self.where: Callable[[], str] = lambda: "the host"
         #: What takes away, one by one, the hooks through which it is told of accesses.
@@ -204,93 +172,6 @@ class Checker:
     def join_engine(self) -> None:
         self._learn(self.host, self.engine.clock)
 
-    # -- memory ---------------------------------------------------------------------------------------------------------
-
-    def add_segment(self, segment: Segment, control: ControlGroup) -> None:
-        """Check a segment of the heap. Collective."""
-        area = Area(segment.nbytes, control)
-        self.shadow.areas.append(area)
-        for rank, address in enumerate(segment.addresses):
-            self._add(Range(address, address + segment.nbytes, len(self.shadow.areas) - 1, rank * area.granules_each, rank))
-
-    def _add(self, new: Range) -> None:
-        at = bisect.bisect(self._starts, new.start)
-        self._starts.insert(at, new.start)
-        self._ranges.insert(at, new)
-
-    def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """Name a part of the heap, or check a local buffer from now on under this name."""
-        start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        if nbytes == 0:
-            return
-        known = self._range_of(start)
-        if known is None:
-            size = -(-nbytes // 16) * 16
-            place = first_fit([[self._local_free]], size)
-            if place is None:
-                raise RuntimeError(f"the race checker watches at most {LOCAL_BYTES >> 20} MiB of local buffers a rank")
-            self._local_free = take(self._local_free, place[1], size)
-            area = self.shadow.areas[0]
-            known = Range(start, start + nbytes, 0, self.rank * area.granules_each + place[1] // GRANULE, self.rank)
-            first = known.granule
-            with self.shadow:
-                cells = area.cells[first : first + size // GRANULE]
-                self.shadow.forget_signals(np.unique(cells[:, SIGNAL]))
-                cells[:, :SIGNAL] = 0
-            self._add(known)
-        area = self.shadow.areas[known.area]
-        first = (known.granule + (start - known.start) // GRANULE) % area.granules_each
-        self._names.append((known.area, first, first + -(-nbytes // GRANULE) - 1, name))
-
-    def unwatch(self, tensor: torch.Tensor) -> None:
-        """The memory goes back to where it came from: forget its name and, of a local buffer, its history."""
-        start = tensor.data_ptr()
-        known = self._range_of(start)
-        if known is None or tensor.numel() == 0:
-            return
-        first = (known.granule + (start - known.start) // GRANULE) % self.shadow.areas[known.area].granules_each
-        self._names = [entry for entry in self._names if entry[:2] != (known.area, first)]
-        if known.area == 0:
-            at = self._ranges.index(known)
-            del self._ranges[at], self._starts[at]
-            size = -(-(known.end - known.start) // 16) * 16
-            self._local_free = give(self._local_free, first * GRANULE, size)
-
-    def _range_of(self, address: int) -> Range | None:
-        at = bisect.bisect(self._starts, address) - 1
-        return self._ranges[at] if at >= 0 and address < self._ranges[at].end else None
-
-    def locate(self, addresses: np.ndarray, size: int) -> list[tuple[Range, np.ndarray]]:
-        """The granules of elements of ``size`` bytes at ``addresses``, by range; memory that is not checked left out.
-
-        Elements of one byte count where both bytes of a granule are there: two threads may own one each.
-        """
-        found = []
-        while len(addresses):
-            known = self._range_of(int(addresses[0]))
-            if known is None:  # up to the next range
-                at = bisect.bisect(self._starts, int(addresses[0]))
-                if at == len(self._starts):
-                    above = addresses[addresses < addresses[0]]
-                    # a block that goes backwards in memory; the rest of it may be checked
-                    addresses = above if len(above) < len(addresses) else addresses[:0]
-                    continue
-                low, high = int(addresses[0]), self._starts[at]
-                addresses = addresses[(addresses < low) | (addresses >= high)]
-                continue
-            inside = (addresses >= known.start) & (addresses < known.end)
-            mine = addresses if inside.all() else addresses[inside]
-            offsets = mine.astype(np.int64) - known.start
-            granules = offsets // GRANULE + known.granule
-            if size > GRANULE:
-                granules = (granules[:, None] + np.arange(size // GRANULE)).reshape(-1)
-            elif size == 1:
-                granules, count = np.unique(granules[np.unique(offsets, return_index=True)[1]], return_counts=True)
-                granules = granules[count == 2]
-            found.append((known, granules))
-            addresses = addresses[:0] if mine is addresses else addresses[~inside]
-        return found
-
     # -- accesses -------------------------------------------------------------------------------------------------------
 
     def access(self, addresses: np.ndarray, size: int, kind: int) -> None:
@@ -301,48 +182,55 @@ class Checker:
                 self._raise_if_stopped()
                 thread = self._acting()
                 site = self.shadow.site("a copy" if thread is self.engine else self.where())
-                for known, granules in places:
-                    self._judge(thread, site, known, granules, kind)
+                for place in places:
+                    self._judge(thread, site, place, kind)
 
     def span(self, address: int, pitch: int, width: int, rows: int, kind: int) -> None:
         """A plain read or write of ``rows`` rows of ``width`` bytes."""
+        step = 1 if (address | width | (pitch if rows > 1 else 0)) % GRANULE else GRANULE
         starts = address + np.arange(rows, dtype=np.int64) * pitch
-        whole = (starts[:, None] + np.arange(0, width - width % GRANULE, GRANULE)).reshape(-1)
-        self.access(whole, GRANULE, kind)
+        self.access((starts[:, None] + np.arange(0, width, step)).reshape(-1), step, kind)
 
-    def _judge(self, thread: Thread, site: int, known: Range, granules: np.ndarray, kind: int) -> None:
+    def _judge(self, thread: Thread, site: int, place: Place, kind: int) -> None:
         """Hold an access against the past of its granules, then make it part of it."""
-        if len(granules) == 0:
+        if len(place.granules) == 0:
             return
-        area = self.shadow.areas[known.area]
-        area.touch(int(granules.min()), int(granules.max()))
+        area = self.shadow.areas[place.known.area]
         if thread.program >= 0:
             self.shadow.header[5] = 1
-        cells = area.cells[granules]
-        against = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}[kind]
-        for column in against:
-            for number in _distinct(cells[:, column]):
-                for record in self.shadow.chain(number):
-                    if record[TID] != thread.tid and record[CLOCK] > thread.clock[record[TID]]:
-                        racing = granules[cells[:, column] == number]
-                        self._report(thread, site, kind, record, known, racing)
-        if kind == STORE:
-            area.cells[granules, :SIGNAL] = (self._record(thread, site, kind), 0, 0)
-            self._end_signals(cells)
-            return
-        column = READS if kind == READ else ATOMICS
-        numbers, generation = _distinct(cells[:, column]), self.shadow.generation
-        chains = [self.shadow.chain(number) for number in numbers]
+        parts = area.parts(place.granules, place.halves)
+        for table, granules, _ in parts:
+            cells = table[granules]
+            for column in _AGAINST[kind]:
+                for number in _distinct(cells[:, column]):
+                    for record in self.shadow.chain(number):
+                        if record[TID] != thread.tid and record[CLOCK] > thread.clock[record[TID]]:
+                            self._report(thread, site, kind, record, place.known.area, self._racing(parts, column, record))
+            if kind == STORE:
+                table[granules, :SIGNAL] = (self._record(thread, site, kind), 0, 0)
+                self._end_signals(cells if table is area.cells else area.cells[granules])
+            else:
+                column = READS if kind == READ else ATOMICS
+                table[granules, column] = self._joined(thread, site, kind, cells[:, column])
+
+    def _racing(self, parts: list[Part], column: int, record: tuple[int, ...]) -> np.ndarray:
+        """The bytes of an area that ``record`` is known to have touched."""
+        found = []
+        for table, granules, halves in parts:
+            numbers = table[granules, column]
+            for number in _distinct(numbers):
+                if any(r[:NEXT] == record[:NEXT] for r in self.shadow.chain(number)):
+                    found += [granules[numbers == number] * GRANULE + half for half in halves]
+        return np.concatenate(found)
+
+    def _joined(self, thread: Thread, site: int, kind: int, old: np.ndarray) -> np.ndarray | int:
+        """What cells lead to after a read or an atomic, which led to ``old`` before."""
+        distinct, generation = _distinct(old), self.shadow.generation
+        chains = [self.shadow.chain(number) for number in distinct]
         self.shadow.reserve(sum(map(len, chains)) + len(chains))
-        if self.shadow.generation != generation:  # the chains may be gone
-            numbers = [0] * len(numbers)
-        if len(numbers) == 1:
-            area.cells[granules, column] = self._extended(thread, site, kind, numbers[0], chains[0])
-            return
-        new = np.empty(len(granules), np.uint32)
-        for old, number, chain in zip(_distinct(cells[:, column]), numbers, chains, strict=True):
-            new[cells[:, column] == old] = self._extended(thread, site, kind, number, chain)
-        area.cells[granules, column] = new
+        there = self.shadow.generation == generation
+        new = [self._extended(thread, site, kind, n if there else 0, c) for n, c in zip(distinct, chains, strict=True)]
+        return new[0] if len(new) == 1 else np.array(new, np.uint32)[np.searchsorted(distinct, old)]
 
     def _end_signals(self, cells: np.ndarray) -> None:
         """A plain store over a signal: who acquires it from now on acquires nothing."""
@@ -393,8 +281,8 @@ class Checker:
             self._raise_if_stopped()
             thread, site = self._acting(), self.shadow.site(self.where())
             places = self.locate(addresses, size)
-            for known, granules in places:
-                self._judge(thread, site, known, granules, ATOMIC)
+            for place in places:
+                self._judge(thread, site, place, ATOMIC)
             result, wrote = act()
             given = addresses if wrote is None else addresses[wrote]
             published = places if wrote is None else self.locate(given, size)
@@ -409,19 +297,17 @@ class Checker:
                         banks = table[: len(thread.clock) // self.shadow.width, numbers]
                         np.maximum(thread.clock, banks.max(axis=1).reshape(-1), out=thread.clock)
             if not poll and len(given):
-                for known, granules in published:
+                for known, granules, _ in published:
                     if len(granules) == max(1, size // GRANULE):
                         self._remember(thread, known.area, int(granules[0]), order, scope, site)
                 self._tick(thread)
             return result
 
-    def _words(
-        self, places: list[tuple[Range, np.ndarray]], addresses: np.ndarray, size: int
-    ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def _words(self, places: list[Place], addresses: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The clocks of the words at ``places``, at gpu scope and at system scope; of one that is not checked this process's."""
         if not places:
             return [self._other(int(addresses[0]))] if len(addresses) == 1 else []
-        first = [(self.shadow.areas[known.area], granules[:: max(1, size // GRANULE)]) for known, granules in places]
+        first = [(self.shadow.areas[known.area], granules[:: max(1, size // GRANULE)]) for known, granules, _ in places]
         return [(self.shadow.gpu[self.rank], self.shadow.system, self.shadow.signal_numbers(*words)) for words in first]
 
     def _other(self, address: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -449,9 +335,9 @@ class Checker:
                 return False
             thread, site = self.engine, self.shadow.site("a stream wait")
             self._reach(thread, self.shadow.counted)
-            for known, granules in self.locate(np.array([address]), 4):
-                self._judge(thread, site, known, granules, ATOMIC)
-                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])[0]
+            for place in self.locate(np.array([address]), 4):
+                self._judge(thread, site, place, ATOMIC)
+                number = self.shadow.signal_numbers(self.shadow.areas[place.known.area], place.granules[:1])[0]
                 self._learn(thread, self.shadow.system[: self.shadow.counted // self.shadow.width, number].reshape(-1))
             return True
 
@@ -459,14 +345,14 @@ class Checker:
         """The copy engine, or another stream of the host's, sets a word: a release at system scope, by a store."""
         with self.shadow:
             thread, site = self._acting(), self.shadow.site("a stream write")
-            for known, granules in self.locate(np.array([address]), 4):
-                self._judge(thread, site, known, granules, ATOMIC)
-                number = self.shadow.signal_numbers(self.shadow.areas[known.area], granules[:1])
+            for place in self.locate(np.array([address]), 4):
+                self._judge(thread, site, place, ATOMIC)
+                number = self.shadow.signal_numbers(self.shadow.areas[place.known.area], place.granules[:1])
                 self.shadow.forget_signals(number)
                 banks = thread.clock.reshape(-1, 1, self.shadow.width)
                 for table in (self.shadow.gpu[self.rank], self.shadow.system):
                     table[: len(banks), number] = banks
-                self._remember(thread, known.area, int(granules[0]), 2, 2, site)
+                self._remember(thread, place.known.area, int(place.granules[0]), 2, 2, site)
             act()
             self._tick(thread)
 
@@ -479,9 +365,10 @@ class Checker:
         if by:
             raise RaceError(f"rank {self.control.ranks[self.rank]} stops, because of this race:\n{self.shadow.stop_text()}")
 
-    def _report(self, thread: Thread, site: int, kind: int, record: tuple[int, ...], known: Range, granules: np.ndarray) -> None:
+    def _report(self, thread: Thread, site: int, kind: int, record: tuple[int, ...], area: int, where: np.ndarray) -> None:
         second = racereport.Access(thread.tid, thread.program, kind, site)
-        message = racereport.text(self.shadow, self.control.ranks, self._names, known.area, granules, record, second)
+        low, high = int(where.min()), int(where.max())
+        message = racereport.text(self.shadow, self.control.ranks, self._names, area, low, high, record, second)
         self.shadow.stop(self.rank, message)
         raise RaceError(message)
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from .raceshadow import CLOCK, GRANULE, KIND, PROGRAM, SITE, TID, Shadow
 
 HOST, ENGINE, FIRST_PROGRAM = range(3)  # threads of a rank
@@ -12,7 +10,7 @@ VERBS = ("read", "write", "atomic")
 ORDERS = ("relaxed", "acquire", "release", "acq_rel")
 SCOPES = ("cta", "gpu", "sys")
 
-#: area, first and last granule within a rank, name
+#: area, first and last byte within a rank, name
 Name = tuple[int, int, int, str]
 
 
@@ -35,13 +33,13 @@ class _Words:
         actor = {HOST: "the host", ENGINE: "the copy engine"}.get(number, f"program {access.program}")
         return f"{VERBS[access.kind]} by rank {self.ranks[rank]}, {actor}, {self.shadow.site_text(access.site)}"
 
-    def region(self, area: int, granule: int) -> tuple[str, int]:
-        """Name and rank of the region of a granule, and the granule where it begins on that rank."""
-        rank, first = divmod(granule, self.shadow.areas[area].granules_each)
+    def region(self, area: int, byte: int) -> tuple[str, int]:
+        """Name and rank of the region of a byte of the area, and the byte where it begins on that rank."""
+        rank, first = divmod(byte, self.shadow.areas[area].granules_each * GRANULE)
         for known, start, end, name in reversed(self.names):
             if known == area and start <= first <= end:
-                return f"{name} of rank {self.ranks[rank]}", granule - first + start
-        return f"{'local memory' if area == 0 else 'the heap'} of rank {self.ranks[rank]}", granule - first
+                return f"{name} of rank {self.ranks[rank]}", byte - first + start
+        return f"{'local memory' if area == 0 else 'the heap'} of rank {self.ranks[rank]}", byte - first
 
     def hint(self, record: tuple[int, ...], other: int) -> str:
         """The first signal of the first thread after its access that ``other`` could have waited for."""
@@ -55,9 +53,9 @@ class _Words:
         if not later:
             return "The first has given no signal since; it would have been ordered by one, and a wait on it."
         area, granule, _, order, site = later[0]
-        region, start = self.region(area, granule)
+        region, start = self.region(area, granule * GRANULE)
         how, scope = ORDERS[order % 4], SCOPES[order // 4]
-        word = f"{region}, byte {(granule - start) * GRANULE}"
+        word = f"{region}, byte {granule * GRANULE - start}"
         said = f"Its next signal was {word} ({how}, {scope}; {self.shadow.site_text(site)})"
         if order % 4 < 2:
             return f"{said}, which publishes nothing: with release it would have been ordered by a wait on that word."
@@ -65,15 +63,14 @@ class _Words:
 
 
 def text(
-    shadow: Shadow, ranks: list[int], names: list[Name], area: int, granules: np.ndarray, record: tuple[int, ...], second: Access,
-) -> str:  # fmt: skip
-    """The report of a race at ``granules``: ``record`` came first. The shadow is locked."""
+    shadow: Shadow, ranks: list[int], names: list[Name], area: int, low: int, high: int, record: tuple[int, ...], second: Access
+) -> str:
+    """The report of a race at bytes ``low`` to ``high`` of an area: ``record`` came first. The shadow is locked."""
     words = _Words(shadow, ranks, names)
-    low, high = int(granules.min()), int(granules.max())
     region, start = words.region(area, low)
     first = Access(record[TID], record[PROGRAM], record[KIND], record[SITE])
     return (
-        f"race on {region}, bytes {(low - start) * GRANULE} to {(high - start + 1) * GRANULE - 1}\n"
+        f"race on {region}, bytes {low - start} to {high - start}\n"
         f"  first:  {words.who(first)}\n"
         f"  second: {words.who(second)}\n"
         f"  Nothing orders the second after the first. {words.hint(record, second.tid)}"

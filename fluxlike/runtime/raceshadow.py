@@ -5,6 +5,9 @@ larger ones would mix neighbouring elements of two tiles. Each granule has a cel
 plain reads and the atomics since then, and the clocks of the signal that begins there. Cells lie in *areas*: one for each segment
 of the heap, with the granules of all ranks one after the other, and one for the local buffers of all ranks.
 
+*Single bytes.* Elements of one byte may touch half a granule only. From then on the granules around it, a *chunk* of them, have two
+cells each, one for each byte.
+
 *Records.* The first three numbers of a cell lead to records (who, when, where in the source), chained where an access found others
 that it does not follow. All granules of one operation share a record, so a cell is small and a judgement is made once for each
 distinct record instead of once for each granule; and no reader is ever forgotten in favour of another, as in checkers that keep
@@ -41,30 +44,68 @@ MESSAGE = 4096
 LOCAL_BYTES = 256 << 20
 _CHUNK = 4096  # cells; what the search for records in use looks at or skips
 
+EVEN, ODD, BOTH = 1, 2, 3  # bytes of a granule
+_TOUCHED, _SPLIT = 1, 2  # of a chunk
 WRITE, READS, ATOMICS, SIGNAL = range(4)  # of a cell
 TID, CLOCK, SITE, NEXT, PROGRAM, KIND = range(6)  # of a record
+
+#: Cells: the table, the numbers of the granules in it, and for which bytes of each they stand.
+Part = tuple[np.ndarray, np.ndarray, tuple[int, ...]]
 
 
 class Area:
     """The cells of some memory, ``bytes_each`` of each rank."""
 
     def __init__(self, bytes_each: int, control: ControlGroup) -> None:
-        self.granules_each = bytes_each // GRANULE
+        self.granules_each = -(-bytes_each // GRANULE)
         count = self.granules_each * control.size
         chunks = -(-count // _CHUNK)
-        memory, fd = share(16 * count + chunks, control, "the race checker's cells")
+        memory, fd = share(32 * count + chunks, control, "the race checker's cells")
         os.close(fd)
         everything = np.frombuffer(memory, np.uint8)
-        self.cells = everything[: 16 * count].view(np.uint32).reshape(count, 4)
-        self.touched = everything[16 * count :]
+        self.cells, self._odd = everything[: 32 * count].view(np.uint32).reshape(2, count, 4)
+        self._state = everything[32 * count :]
 
-    def touch(self, low: int, high: int) -> None:
-        self.touched[low // _CHUNK : high // _CHUNK + 1] = 1
+    def parts(self, granules: np.ndarray, halves: int) -> list[Part]:
+        """The cells of ``halves`` of these granules, which are touched now."""
+        state = self._state[int(granules.min()) // _CHUNK : int(granules.max()) // _CHUNK + 1]
+        if halves == BOTH and not (state & _SPLIT).any():
+            state |= _TOUCHED
+            return [(self.cells, granules, (0, 1))]
+        chunks = granules // _CHUNK
+        if halves != BOTH:
+            for chunk in np.unique(chunks):
+                self._split(int(chunk))
+            return [(self.cells, granules, (0,)) if halves == EVEN else (self._odd, granules, (1,))]
+        state |= _TOUCHED
+        split = self._state[chunks] & _SPLIT != 0
+        found: list[Part] = [
+            (self.cells, granules[~split], (0, 1)),
+            (self.cells, granules[split], (0,)),
+            (self._odd, granules[split], (1,)),
+        ]
+        return [part for part in found if len(part[1])]
+
+    def _split(self, chunk: int) -> None:
+        """The bytes of each granule of a chunk go their own ways from here on."""
+        if not self._state[chunk] & _SPLIT:
+            part = slice(chunk * _CHUNK, (chunk + 1) * _CHUNK)
+            self._odd[part] = self.cells[part]
+            self._state[chunk] = _TOUCHED | _SPLIT
+
+    def forget(self, first: int, count: int) -> np.ndarray:
+        """Granules get a new owner: they have no history. Their signals, which are to be forgotten as well."""
+        self.cells[first : first + count, :SIGNAL] = 0
+        for chunk in range(first // _CHUNK, (first + count - 1) // _CHUNK + 1):
+            if self._state[chunk] & _SPLIT:
+                self._odd[max(first, chunk * _CHUNK) : min(first + count, (chunk + 1) * _CHUNK), :SIGNAL] = 0
+        return np.unique(self.cells[first : first + count, SIGNAL])
 
     def used(self) -> Iterator[np.ndarray]:
         """The cells that may not be zero, in parts."""
-        for chunk in np.flatnonzero(self.touched):
-            yield self.cells[chunk * _CHUNK : (chunk + 1) * _CHUNK]
+        for table, state in ((self.cells, _TOUCHED), (self._odd, _SPLIT)):
+            for chunk in np.flatnonzero(self._state & state):
+                yield table[chunk * _CHUNK : (chunk + 1) * _CHUNK]
 
 
 class Shadow:
