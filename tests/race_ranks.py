@@ -1,7 +1,8 @@
 """Ranks for the tests of the race checker's tables: one process plays all of them, and memory is only numbers.
 
 `Ranks` makes a checker for each rank, as `racecheck.start` would in processes of their own, and lets a test act as any program of
-any of them. Nothing is loaded or stored: the checker is told of accesses, and says whether they race.
+any of them. Nothing is loaded or stored: the checker is told of accesses, and says whether they race. `checked_alone` and
+`host_scenes` are for what really runs, in one process and in two.
 """
 
 import contextlib
@@ -9,8 +10,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
-from fluxlike.runtime import programs, racecheck, racehooks
+import fluxlike
+from fluxlike.ops.context import Context
+from fluxlike.ops.group import resolve
+from fluxlike.runtime import env, programs, racecheck, racehooks
+from fluxlike.runtime.errors import RaceError
 from fluxlike.runtime.racecheck import Checker
 from fluxlike.runtime.racereport import READ, STORE
 
@@ -122,8 +129,55 @@ def checked_alone():
     """The checker on in this process, as its only rank: for kernels that are really run, on watched memory."""
     control = Control(0, 1, threading.Barrier(1), [None])
     executor = type("Executor", (), {"copy_engine": None, "write": None})()
-    racehooks.start(control, executor, lambda group: control)
+    racehooks.start(control, executor)
     try:
         yield
     finally:
         racecheck.stop()
+
+
+# ranks of their own, for what the hosts do
+
+
+def host_scenes(group, names):
+    """How each scene ended on this rank: "", or the report."""
+    said = {}
+    env.put("FLUXLIKE_RACECHECK", "1")
+    pair = dist.new_group([0, 1])
+    for name in names:
+        fluxlike.init(heap="shm", heap_bytes=1 << 20)
+        try:
+            with Context("words", resolve(None), torch.float32, "in_kernel", flags=1, data=1) as ctx:
+                said[name] = _scene(ctx, name, pair)
+        except RaceError as error:
+            said[name] = str(error)
+        finally:
+            fluxlike.finalize()
+    return said
+
+
+def _scene(ctx, name, pair):
+    """Rank 0 writes a word of its own; later, as the clock has it, rank 1 writes or reads it. Do they meet in between?"""
+    word = ctx.block.view(0)[ctx.offsets["data"] :][:4].view(torch.float32)
+    store, mine = dist.distributed_c10d._get_default_store(), torch.ones(1)
+    if ctx.rank == 0:
+        word.fill_(1)
+        store.set(name, "")
+    else:
+        store.wait([name])
+    both = [torch.ones(1), torch.ones(1)]
+    {
+        "barrier": dist.barrier,
+        "monitored_barrier": dist.monitored_barrier,
+        "all_reduce": lambda: dist.all_reduce(mine),
+        "all_gather": lambda: dist.all_gather(both, mine),
+        "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(2), mine),
+        "async": lambda: dist.all_reduce(mine, async_op=True).wait(),
+        "sub-group": lambda: dist.barrier(group=pair),
+    }.get(name, lambda: None)()
+    if ctx.rank == 1 and "item" in name:
+        word.item()
+    elif ctx.rank == 1:
+        word[0] = 2
+    return ""

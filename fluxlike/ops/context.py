@@ -147,8 +147,7 @@ class Context(GroupContext):
         """
 
         def stuck(seconds: float) -> Exception | None:
-            gave_up = int(self.head[sync.ABORT.value]) not in (0, self.rank + 1)
-            if gave_up or seconds > self.limit_s:
+            if self.gave_up() not in (0, self.rank + 1) or seconds > self.limit_s:
                 return self.give_up(sync.WAIT_SIGNAL.value, self.rank, 1, 0)
             return None
 

@@ -273,13 +273,18 @@ class GroupContext(metaclass=Making):
         self.look_at_peers()
         self.raise_if_failed()
 
+    def gave_up(self) -> int:
+        """1 + the rank of the group that gave up first, or 0. It may come at any time, and is no race."""
+        with racecheck.unseen():
+            return int(self.head[sync.ABORT.value])
+
     def look_at_peers(self) -> None:
         """The device is done: fail if another rank gave up. Its abort word was there before what it passed on."""
         for context in self.inner:
             context.look_at_peers()
         if self.closed or self.failure() is not None:
             return
-        gave_up = int(self.head[sync.ABORT.value])
+        gave_up = self.gave_up()
         if gave_up:
             me, other = self.group_ranks[self.rank], self.group_ranks[gave_up - 1]
             with self.control.lock:
@@ -308,10 +313,12 @@ class GroupContext(metaclass=Making):
         mismatch = self.board.diagnose()
         if mismatch is not None:
             return mismatch
-        abort = int(self.head[sync.ABORT.value])
+        abort = self.gave_up()
         if abort == 0:
             self._release()
-        message = self._describe(what, peer, want, seen, int(self.ctl[sync.EPOCH.value]) + 1, abort)
+        with racecheck.unseen():
+            call = int(self.ctl[sync.EPOCH.value]) + 1
+        message = self._describe(what, peer, want, seen, call, abort)
         return PeerTimeout(f"{cause}{message}")
 
     # -- closing --------------------------------------------------------------------------------------------------------
@@ -381,7 +388,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
         _waits[me] = time.monotonic()
     if not programs.yield_program():
         time.sleep(min(5e-5 * (turn + 1), 1e-3))
-    if int(context.head[sync.ABORT.value]) not in (0, context.rank + 1):
+    if context.gave_up() not in (0, context.rank + 1):
         raise context.give_up(what, peer, want, seen)
     if turn % 64 == 63:
         mismatch = context.board.diagnose()

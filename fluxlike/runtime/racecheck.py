@@ -24,8 +24,8 @@ queueing a copy             host → this job and the later ones; the jobs of on
 stream wait                 acquire at *system* scope: the copy engine is outside the GPU, and "gpu" scope does not reach it
 stream write                release at system scope that replaces what was published there: it is a store, not an atomic
 joining the side stream     copy engine → host
-host agreement              everyone → everyone in the group (`ControlGroup.gather`, on which all else is built), and
-                            torch.distributed.barrier
+host agreement              everyone → everyone in the group (`ControlGroup.gather`, on which all else is built), and the
+                            collectives of torch.distributed that nobody leaves before everybody came (`racehooks.MEETINGS`)
 ==========================  ============================================================================================
 
 *What races.* Two accesses from different threads to a common byte, unordered, one of them a write. Two atomics never race; an
@@ -38,8 +38,9 @@ tables are `raceshadow`, the places where accesses are noticed `racehooks`; with
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ from .raceshadow import ATOMICS, BANKS, CLOCK, GRANULE, KIND, NEXT, READS, RING,
 
 MAX_PROGRAMS = BANKS * WIDTH - FIRST_PROGRAM
 _OTHER_WORDS = 1 << 16
+_PART = 1 << 20  # bytes of an access of the host that are judged at once; even
 #: What an access can race with.
 _AGAINST = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}
 
@@ -83,7 +85,8 @@ class Checker(Memory):
         self._ticks = np.zeros(BANKS * self.shadow.width, np.int32)
         self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
         self._others: dict[int, list[np.ndarray]] = {}
-        self._on_engine = threading.local()
+        self._on_engine, self._blind = threading.local(), threading.local()
+        self._turns: dict[tuple[int, ...], int] = {}
         self.where: Callable[[], str] = lambda: "the host"
         #: What takes away, one by one, the hooks through which it is told of accesses.
         self.undo: list[Callable[[], None]] = []
@@ -160,6 +163,34 @@ class Checker(Memory):
             if clock is not None and len(clock) % self.shadow.width == 0 and len(clock) <= len(self._ticks):
                 self._learn(self.host, np.array(clock, self.host.clock.dtype))
 
+    @contextlib.contextmanager
+    def meeting(self, ranks: tuple[int, ...]) -> Iterator[None]:
+        """A collective of these ranks, as torch has them, that nobody leaves before everybody has come.
+
+        What they know goes by two words in turn: nobody can come to the next meeting but one while another has not left this one.
+        """
+        turn = self._turns[ranks] = 1 - self._turns.get(ranks, 0)
+        with self.shadow:
+            word = self.shadow.meeting_word(hash((*ranks, turn)))
+            known = self.publish().reshape(-1, 1, self.shadow.width)
+            table = self.shadow.system
+            table[: len(known), word] = np.maximum(table[: len(known), word], known)
+        yield
+        with self.shadow:
+            self._learn(self.host, self.shadow.system[: self.shadow.counted // self.shadow.width, word].reshape(-1))
+
+    def is_blind(self) -> bool:
+        """Whether this thread is inside `unseen`."""
+        return getattr(self._blind, "yes", False)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        before, self._blind.yes = self.is_blind(), True
+        try:
+            yield
+        finally:
+            self._blind.yes = before
+
     def queued(self) -> np.ndarray:
         """What a job of the copy engine may rely on: the host's past."""
         return self.publish()
@@ -187,9 +218,29 @@ class Checker(Memory):
 
     def span(self, address: int, pitch: int, width: int, rows: int, kind: int) -> None:
         """A plain read or write of ``rows`` rows of ``width`` bytes."""
-        step = 1 if (address | width | (pitch if rows > 1 else 0)) % GRANULE else GRANULE
-        starts = address + np.arange(rows, dtype=np.int64) * pitch
-        self.access((starts[:, None] + np.arange(0, width, step)).reshape(-1), step, kind)
+        self._rows(address + np.arange(rows, dtype=np.int64) * pitch, width, kind)
+
+    def strided(self, tensor: torch.Tensor, kind: int) -> None:
+        """A plain read or write of a tensor, in whatever order its elements lie in memory."""
+        size = tensor.element_size()
+        dims = sorted((stride * size, extent) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1)
+        dims = [dim for dim in dims if dim[0] > 0]  # an expanded one is read over and over
+        width = size
+        while dims and dims[0][0] == width:
+            width *= dims.pop(0)[1]
+        starts = np.array([tensor.data_ptr()], np.int64)
+        for stride, extent in dims:
+            starts = (starts + np.arange(extent, dtype=np.int64)[:, None] * stride).reshape(-1)
+        self._rows(starts, width, kind)
+
+    def _rows(self, starts: np.ndarray, width: int, kind: int) -> None:
+        """An access to ``width`` bytes from each of ``starts`` on, a part at a time: their addresses are more than they."""
+        step = 1 if width % GRANULE or (starts % GRANULE).any() else GRANULE
+        rows = max(1, _PART // max(width, 1))
+        for first in range(0, len(starts), rows):
+            for begin in range(0, width, _PART):
+                part = np.arange(begin, min(width, begin + _PART), step)
+                self.access((starts[first : first + rows, None] + part).reshape(-1), step, kind)
 
     def _judge(self, thread: Thread, site: int, place: Place, kind: int) -> None:
         """Hold an access against the past of its granules, then make it part of it."""
@@ -438,18 +489,18 @@ def used_rows(rows: int) -> None:
         _checker.current().used_rows = max(0, rows)
 
 
+def unseen() -> contextlib.AbstractContextManager[None]:
+    """What the host does by torch inside is no access: a look at a word that may change meanwhile, and orders nothing."""
+    return contextlib.nullcontext() if _checker is None else _checker.unseen()
+
+
 def host_write(tensor: torch.Tensor) -> None:
     """The host writes ``tensor`` by means that the checker does not see; call it next to the write."""
-    _host_access(tensor, STORE)
+    if _checker is not None:
+        _checker.strided(tensor, STORE)
 
 
 def host_read(tensor: torch.Tensor) -> None:
     """The host reads ``tensor`` by means that the checker does not see; call it next to the read."""
-    _host_access(tensor, READ)
-
-
-def _host_access(tensor: torch.Tensor, kind: int) -> None:
     if _checker is not None:
-        size, rows = tensor.element_size(), 1 if tensor.is_contiguous() else tensor.shape[0]  # rows of a slot lie apart
-        pitch = 0 if rows == 1 else tensor.stride(0) * size
-        _checker.span(tensor.data_ptr(), pitch, tensor.numel() // rows * size, rows, kind)
+        _checker.strided(tensor, READ)

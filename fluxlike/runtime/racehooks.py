@@ -7,6 +7,7 @@ set on its builder object, in front of the methods of its class, so an unchecked
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 import triton.runtime.interpreter as stock
 
-from . import control, interpreter, programs, racecheck
+from . import control, interpreter, programs, racecheck, racehost
 from .control import ControlGroup
 from .cpu import CpuCopyEngine, CpuExecutor
 from .racecheck import Checker
@@ -185,25 +186,36 @@ def _written(checker: Checker, plain: Callable[[int, int], None], address: int, 
     checker.stream_write(address, lambda: plain(address, value))
 
 
-def _barrier(original: Callable, ours: ControlGroup, control_of: Callable[[Any], ControlGroup]) -> Callable:
-    """torch.distributed.barrier, which orders its ranks, told to the checker where they are ranks of fluxlike."""
-
-    def barrier(group: Any = None, async_op: bool = False, **rest: Any) -> Any:
-        result = original(group=group, async_op=async_op, **rest)
-        if not async_op:
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            if dist.get_rank() in ranks and set(ranks) <= set(ours.ranks):
-                control_of(group).barrier("torch.distributed.barrier")
-        return result
-
-    return barrier
+#: Collectives of torch.distributed that nobody leaves before everybody has come; some releases have not all of them.
+MEETINGS = (
+    "barrier",
+    "monitored_barrier",
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_gather_single",
+)
 
 
-def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any], ControlGroup]) -> None:
-    """Check what the ranks of ``ours`` do from now on, until `racecheck.stop`. Collective.
+def _meeting(checker: Checker, original: Callable, ours: ControlGroup) -> Callable:
+    """One of these, told to the checker where its ranks are ranks of fluxlike."""
+    signature = inspect.signature(original)
 
-    ``control_of``: the control group of a torch group, for `torch.distributed.barrier`.
-    """
+    @functools.wraps(original)
+    def meeting(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named).arguments
+        ranks = tuple(dist.get_process_group_ranks(given.get("group") or dist.group.WORLD))
+        if given.get("async_op") or dist.get_rank() not in ranks or not set(ranks) <= set(ours.ranks):
+            return original(*args, **named)
+        with checker.meeting(ranks):
+            return original(*args, **named)
+
+    return meeting
+
+
+def start(ours: ControlGroup, executor: CpuExecutor) -> None:
+    """Check what the ranks of ``ours`` do from now on, until `racecheck.stop`; of torch what this thread does. Collective."""
     checker = racecheck.start(ours)
     builder = interpreter.builder
     operations = _Operations(checker, builder)
@@ -212,8 +224,8 @@ def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any],
         (control, "observer", checker),
         (executor, "copy_engine", functools.partial(CheckedCopyEngine, checker)),
         (executor, "write", functools.partial(_written, checker, executor.write)),
-        (dist, "barrier", _barrier(dist.barrier, ours, control_of)),
     ]
+    hooks += [(dist, name, _meeting(checker, getattr(dist, name), ours)) for name in MEETINGS if hasattr(dist, name)]
     for owner, name, hook in hooks:
         checker.undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, hook)
@@ -221,3 +233,4 @@ def start(ours: ControlGroup, executor: CpuExecutor, control_of: Callable[[Any],
         checker.undo.append(functools.partial(delattr, builder, name))
         setattr(builder, name, getattr(operations, name))
     checker.where = place
+    checker.undo.append(racehost.see(checker))

@@ -101,6 +101,11 @@ class Memory:
         at = bisect.bisect(self._starts, address) - 1
         return self._ranges[at] if at >= 0 and address < self._ranges[at].end else None
 
+    def reaches(self, start: int, end: int) -> bool:
+        """Whether memory from ``start`` up to ``end`` has checked parts."""
+        at = bisect.bisect_left(self._starts, end) - 1
+        return at >= 0 and self._ranges[at].end > start
+
     def locate(self, addresses: np.ndarray, size: int) -> list[Place]:
         """Where elements of ``size`` bytes at ``addresses`` are in the tables; memory that is not checked left out."""
         found: list[Place] = []

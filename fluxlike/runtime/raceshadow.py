@@ -39,6 +39,7 @@ RECORDS = 1 << 19
 SIGNALS = 1 << 16
 SITES, SITE_BYTES = 8192, 320
 RING = 64  # the last signals of each thread, for the hint of a report
+MEETINGS = 4096
 MESSAGE = 4096
 #: Local buffers of a rank that can be watched at the same time.
 LOCAL_BYTES = 256 << 20
@@ -128,6 +129,7 @@ class Shadow:
             ("sites", np.uint8, (SITES, SITE_BYTES)),
             ("ring", np.int64, (threads, RING, 5)),  # area, granule, clock, order, site of the last signals
             ("signals", np.int64, (threads,)),  # how many each thread has given
+            ("meetings", np.int64, (MEETINGS, 2)),  # who meets, by a checksum, and the number of a signal
         ]
         sizes = [-(-int(np.prod(shape)) * np.dtype(kind).itemsize // 64) * 64 for _, kind, shape in fields]
         memory, self._fd = share(sum(sizes), control, "the race checker's tables")
@@ -153,6 +155,7 @@ class Shadow:
     sites: np.ndarray
     ring: np.ndarray
     signals: np.ndarray
+    meetings: np.ndarray
 
     def __enter__(self) -> None:
         self._within.acquire()
@@ -255,13 +258,26 @@ class Shadow:
         numbers = area.cells[granules, SIGNAL].astype(np.int64)
         missing = np.flatnonzero(numbers == 0)
         if len(missing):
-            first = int(self.header[1])
-            if first + len(missing) > SIGNALS:
-                raise RuntimeError(f"the race checker keeps {SIGNALS} signal words, the program uses more; make it smaller")
-            self.header[1] = first + len(missing)
-            numbers[missing] = np.arange(first, first + len(missing))
+            numbers[missing] = self._new_signals(len(missing))
             area.cells[granules[missing], SIGNAL] = numbers[missing]
         return numbers
+
+    def _new_signals(self, count: int) -> np.ndarray:
+        first = int(self.header[1])
+        if first + count > SIGNALS:
+            raise RuntimeError(f"the race checker keeps {SIGNALS} signal words, the program uses more; make it smaller")
+        self.header[1] = first + count
+        return np.arange(first, first + count)
+
+    def meeting_word(self, who: int) -> np.ndarray:
+        """The signal of those who meet, the same on all ranks."""
+        known = np.flatnonzero(self.meetings[:, 0] == who)
+        if len(known) == 0:
+            known = np.flatnonzero(self.meetings[:, 1] == 0)[:1]
+            if len(known) == 0:
+                raise RuntimeError(f"the race checker follows collectives of {MEETINGS // 2} groups of ranks, there are more")
+            self.meetings[known] = (who, int(self._new_signals(1)[0]))
+        return self.meetings[known, 1]
 
     def site(self, text: str) -> int:
         """The number of a place in a program."""

@@ -123,7 +123,7 @@ class World:
         if checked:
             from . import racehooks  # imports the interpreter, which a GPU does not need
 
-            racehooks.start(self.control, self.executor, self.control_of)
+            racehooks.start(self.control, self.executor)
 
     def _make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
         segment = self.executor.make_segment(nbytes, control)
