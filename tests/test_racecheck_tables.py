@@ -543,8 +543,36 @@ def test_a_local_buffer_is_checked_under_its_name_until_it_is_given_up():
 def test_watching_too_much_says_so(monkeypatch):
     monkeypatch.setattr(racememory, "LOCAL_BYTES", 1 << 20)
     ranks = Ranks(1)
-    with pytest.raises(RuntimeError, match="at most 1 MiB of local buffers"):
+    with pytest.raises(RuntimeError, match=r"watch\('large'\): .*at most 1 MiB of local buffers.*; unwatch what is done with"):
         ranks.checkers[0].watch("large", torch.empty(1 << 20))
+    ranks.close()
+
+
+def test_what_cannot_be_watched_says_so():
+    """It was taken for as many bytes from its beginning on, or for watched to its end."""
+    ranks = Ranks(1)
+    checker, buffer = ranks.checkers[0], torch.zeros(8, 8)
+    with pytest.raises(ValueError, match=r"watch\('column'\): .* and strides \(8,\); watch the buffer that it is a view"):
+        checker.watch("column", buffer[:, 0])
+    with pytest.raises(ValueError, match=r"this one is on meta"):
+        checker.watch("elsewhere", torch.zeros(8, device="meta"))
+    checker.watch("middle", buffer[2:4])
+    checker.watch("row", buffer[3])  # another name for a part
+    for part in (buffer, buffer[3:5], buffer[1:3]):
+        with pytest.raises(ValueError, match=r"watch\('more'\): .* are watched already.*; unwatch the buffer that has those first"):
+            checker.watch("more", part)
+    checker.unwatch(buffer[2:4])
+    checker.watch("more", buffer)
+    ranks.close()
+
+
+def test_more_groups_than_fit_say_so(monkeypatch):
+    monkeypatch.setattr(raceshadow, "MEETINGS", 4)
+    ranks = Ranks(1)
+    with pytest.raises(RuntimeError, match="collectives of 2 sets of ranks, and the program has more; make fewer groups"):
+        for last in range(5):
+            with ranks.checkers[0].meeting((0, last)):
+                pass
     ranks.close()
 
 
@@ -589,7 +617,7 @@ def test_chains_keep_each_thread_once():
 def test_more_signals_than_fit_say_so(monkeypatch):
     monkeypatch.setattr(raceshadow, "SIGNALS", 4)
     ranks = Ranks(1)
-    with pytest.raises(RuntimeError, match="keeps 4 signal words"):
+    with pytest.raises(RuntimeError, match=r"keeps 4 words that atomics use, .*; check a smaller problem"):
         for word in range(5):
             ranks.signal((0, None), 0, RELEASE, offset=8 * word)
     ranks.close()

@@ -471,7 +471,8 @@ def add_segment(segment: Segment, control: ControlGroup) -> None:
 def watch(name: str, tensor: torch.Tensor) -> None:
     """Check ``tensor``, a local buffer that other threads use, too, under ``name``; of a part of the heap, say its name in reports.
 
-    Does nothing when the checker is off. A local buffer must be given up with `unwatch` before its memory is freed.
+    Does nothing when the checker is off. A local buffer must be given up with `unwatch` before its memory is freed. ``tensor``: on
+    the CPU, contiguous, any dtype; ValueError if it is not, or watched in part. RuntimeError if the checker has no room for it.
     """
     if _checker is not None:
         _checker.watch(name, tensor)

@@ -59,15 +59,28 @@ class Memory:
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Name a part of the heap, or check a local buffer from now on under this name."""
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise ValueError(
+                f"watch({name!r}): the race checker watches contiguous CPU tensors, this one is on {tensor.device} with shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}; watch the buffer that it is a view of"
+            )
         start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
         if nbytes == 0:
             return
         known = self._range_of(start)
+        if self.reaches(start, start + nbytes) and (known is None or start + nbytes > known.end):
+            raise ValueError(
+                f"watch({name!r}): some of its {nbytes} bytes are watched already, and others are not; unwatch the buffer that has "
+                "those first, also if its memory was freed in the meantime"
+            )
         if known is None:
             size = _room(start, nbytes)
             place = first_fit([[self._local_free]], size)
             if place is None:
-                raise RuntimeError(f"the race checker watches at most {LOCAL_BYTES >> 20} MiB of local buffers a rank")
+                raise RuntimeError(
+                    f"watch({name!r}): the race checker watches at most {LOCAL_BYTES >> 20} MiB of local buffers a rank, and these "
+                    f"{size} bytes do not fit beside what is watched; unwatch what is done with, or check a smaller problem"
+                )
             self._local_free = take(self._local_free, place[1], size)
             area = self.shadow.areas[0]
             known = Range(start, start + nbytes, 0, self.rank * area.granules_each + place[1] // GRANULE, self.rank)

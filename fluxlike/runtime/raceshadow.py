@@ -265,7 +265,10 @@ class Shadow:
     def _new_signals(self, count: int) -> np.ndarray:
         first = int(self.header[1])
         if first + count > SIGNALS:
-            raise RuntimeError(f"the race checker keeps {SIGNALS} signal words, the program uses more; make it smaller")
+            raise RuntimeError(
+                f"the race checker keeps {SIGNALS} words that atomics use, and the program uses more; check a smaller problem: "
+                "fewer tiles, fewer contexts between fluxlike.init and finalize"
+            )
         self.header[1] = first + count
         return np.arange(first, first + count)
 
@@ -275,7 +278,10 @@ class Shadow:
         if len(known) == 0:
             known = np.flatnonzero(self.meetings[:, 1] == 0)[:1]
             if len(known) == 0:
-                raise RuntimeError(f"the race checker follows collectives of {MEETINGS // 2} groups of ranks, there are more")
+                raise RuntimeError(
+                    f"the race checker follows the collectives of {MEETINGS // 2} sets of ranks, and the program has more; make "
+                    "fewer groups, or fluxlike.finalize and init in between"
+                )
             self.meetings[known] = (who, int(self._new_signals(1)[0]))
         return self.meetings[known, 1]
 
