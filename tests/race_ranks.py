@@ -143,12 +143,12 @@ def host_scenes(group, names):
     """How each scene ended on this rank: "", or the report."""
     said = {}
     env.put("FLUXLIKE_RACECHECK", "1")
-    pair = dist.new_group([0, 1])
+    pair, single = dist.new_group([0, 1]), dist.new_group([0])
     for name in names:
         fluxlike.init(heap="shm", heap_bytes=1 << 20)
         try:
             with Context("words", resolve(None), torch.float32, "in_kernel", flags=1, data=1) as ctx:
-                said[name] = _scene(ctx, name, pair)
+                said[name] = _scene(ctx, name, pair, single)
         except RaceError as error:
             said[name] = str(error)
         finally:
@@ -156,7 +156,7 @@ def host_scenes(group, names):
     return said
 
 
-def _scene(ctx, name, pair):
+def _scene(ctx, name, pair, single):
     """Rank 0 writes a word of its own; later, as the clock has it, rank 1 writes or reads it. Do they meet in between?"""
     word = ctx.block.view(0)[ctx.offsets["data"] :][:4].view(torch.float32)
     store, mine = dist.distributed_c10d._get_default_store(), torch.ones(1)
@@ -175,6 +175,7 @@ def _scene(ctx, name, pair):
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(2), mine),
         "async": lambda: dist.all_reduce(mine, async_op=True).wait(),
         "sub-group": lambda: dist.barrier(group=pair),
+        "a group of another": lambda: dist.barrier(group=single),
     }.get(name, lambda: None)()
     if ctx.rank == 1 and "item" in name:
         word.item()

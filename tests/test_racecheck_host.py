@@ -226,6 +226,7 @@ SCENES = {
     ),
     "async": "second: write by rank 1, the host",
     "sub-group": "",
+    "a group of another": "second: write by rank 1, the host",
 }
 
 

@@ -205,7 +205,8 @@ def _meeting(checker: Checker, original: Callable, ours: ControlGroup) -> Callab
     @functools.wraps(original)
     def meeting(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named).arguments
-        ranks = tuple(dist.get_process_group_ranks(given.get("group") or dist.group.WORLD))
+        group = given.get("group") or dist.group.WORLD
+        ranks = () if group is dist.GroupMember.NON_GROUP_MEMBER else tuple(dist.get_process_group_ranks(group))
         if given.get("async_op") or dist.get_rank() not in ranks or not set(ranks) <= set(ours.ranks):
             return original(*args, **named)
         with checker.meeting(ranks):

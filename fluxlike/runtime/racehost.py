@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,7 +84,7 @@ class _Seen(TorchDispatchMode):
     def __init__(self, checker: Checker) -> None:
         super().__init__()
         self.checker: Checker | None = checker
-        self.thread, self._process = threading.get_ident(), os.getpid()
+        self._process = os.getpid()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -136,12 +135,12 @@ def see(checker: Checker) -> Callable[[], None]:
 def _end(mode: _Seen) -> None:
     """Modes lie on each other, and somebody's may lie on this one. A mode of another thread stays, and sees nothing any more."""
     mode.checker = None
-    if mode.thread != threading.get_ident() or mode not in _python_dispatch._get_current_dispatch_mode_stack():
+    stack = _python_dispatch._get_current_dispatch_mode_stack()  # this thread's
+    if mode not in stack:
         return
-    above = []
-    while (top := _python_dispatch._get_current_dispatch_mode()) is not mode:
-        above.append(top)
+    above = stack[stack.index(mode) + 1 :]
+    for _ in above:
         _python_dispatch._pop_mode()
     mode.__exit__(None, None, None)
-    for other in reversed(above):
+    for other in above:
         _python_dispatch._push_mode(other)
