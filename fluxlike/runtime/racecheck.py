@@ -33,7 +33,8 @@ atomic and a plain access do. Memory of the heap and what `watch` names is check
 still order.
 
 The first race ends the run: the rank whose access came second raises `RaceError`, the others do when they next wait. The shared
-tables are `raceshadow`, the places where accesses are noticed `racehooks`; with the checker off none of those hooks exists.
+tables are `raceshadow`, what is checked `racememory`, the places where accesses are noticed `racehooks` and, of the host,
+`racehost`; with the checker off none of those hooks exists. What a run comes to when the process ends is `raceverdict`.
 """
 
 from __future__ import annotations
