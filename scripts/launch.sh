@@ -15,40 +15,40 @@ FLUXLIKE_PYTHON names the Python to use; without it, the active python3 if it ha
 EOT
 }
 
-nproc='' module='' target='' nnodes=1 rdzv=''
+fx_nproc='' fx_module='' fx_target='' fx_nnodes=1 fx_rdzv=''
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; nproc=$2; shift 2 ;;
-    --nproc=*) nproc=${1#*=}; shift ;;
-    --nnodes) [ $# -ge 2 ] || die "--nnodes needs a number."; nnodes=$2; shift 2 ;;
-    --rdzv) [ $# -ge 2 ] || die "--rdzv needs HOST:PORT."; rdzv=$2; shift 2 ;;
-    -m) [ $# -ge 2 ] || die "-m needs the name of a module."; module=-m target=$2; shift 2; break ;;
+    --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; fx_nproc=$2; shift 2 ;;
+    --nproc=*) fx_nproc=${1#*=}; shift ;;
+    --nnodes) [ $# -ge 2 ] || die "--nnodes needs a number."; fx_nnodes=$2; shift 2 ;;
+    --rdzv) [ $# -ge 2 ] || die "--rdzv needs HOST:PORT."; fx_rdzv=$2; shift 2 ;;
+    -m) [ $# -ge 2 ] || die "-m needs the name of a module."; fx_module=-m fx_target=$2; shift 2; break ;;
     -*) die "unknown option $1; options of the program go after its name (see --help)." ;;
-    *) [ -f "$1" ] || die "there is no file $1; give a Python file, or -m and a module."; target=$1; shift; break ;;
+    *) [ -f "$1" ] || die "there is no file $1; give a Python file, or -m and a module."; fx_target=$1; shift; break ;;
   esac
 done
-[ -n "$target" ] || die "nothing to run; give a Python file, or -m and a module (see --help)."
-[[ -z $nproc || $nproc =~ ^[1-9][0-9]*$ ]] || die "--nproc $nproc is not a positive number."
-[[ $nnodes =~ ^[1-9][0-9]*$ ]] || die "--nnodes $nnodes is not a positive number."
-[[ $nnodes = 1 || $rdzv =~ .:[0-9]+$ ]] || die "--nnodes $nnodes needs --rdzv HOST:PORT, the same on all hosts: one of them, and a free port."
+[ -n "$fx_target" ] || die "nothing to run; give a Python file, or -m and a module (see --help)."
+[[ -z $fx_nproc || $fx_nproc =~ ^[1-9][0-9]*$ ]] || die "--nproc $fx_nproc is not a positive number."
+[[ $fx_nnodes =~ ^[1-9][0-9]*$ ]] || die "--nnodes $fx_nnodes is not a positive number."
+[[ $fx_nnodes = 1 || $fx_rdzv =~ .:[0-9]+$ ]] || die "--nnodes $fx_nnodes needs --rdzv HOST:PORT, the same on all hosts: one of them, and a free port."
 
 # shellcheck disable=SC2119 # nothing beyond the usual modules
 find_python
-[ -n "$nproc" ] || nproc=$((GPUS > 0 ? GPUS : 4))
+[ -n "$fx_nproc" ] || fx_nproc=$((fx_gpus > 0 ? fx_gpus : 4))
 
 # The ranks fill the cores already; more threads in each only make them wait for each other.
 : "${OMP_NUM_THREADS:=1}" "${OPENBLAS_NUM_THREADS:=1}"
 export OMP_NUM_THREADS OPENBLAS_NUM_THREADS
-if [ "$nnodes" = 1 ]; then
+if [ "$fx_nnodes" = 1 ]; then
   # All ranks are on this host, whose name may not resolve: gloo would try it and warn.
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
   # What torchrun --standalone does, but by address: with a host name that does not resolve, --standalone stalls.
-  where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
+  fx_where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
 else
   # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name.
-  read -r address is_host < <("$PYTHON" "$ROOT/scripts/address.py" "${rdzv%:*}") || die "no way from here to the host of --rdzv $rdzv; give its name or address as this host knows it."
-  where=(--nnodes="$nnodes" --local-addr="$address" --rdzv-endpoint="$rdzv" --rdzv-id="fluxlike-$rdzv" --rdzv-conf="is_host=$is_host")
+  read -r fx_address fx_is_host < <("$fx_python" "$fx_root/scripts/address.py" "${fx_rdzv%:*}") || die "no way from here to the host of --rdzv $fx_rdzv; give its name or address as this host knows it."
+  fx_where=(--nnodes="$fx_nnodes" --local-addr="$fx_address" --rdzv-endpoint="$fx_rdzv" --rdzv-id="fluxlike-$fx_rdzv" --rdzv-conf="is_host=$fx_is_host")
 fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.
-exec "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" --rdzv-backend=c10d "${where[@]}" $module -- "$target" "$@"
+exec "$fx_python" -m torch.distributed.run --nproc-per-node="$fx_nproc" --rdzv-backend=c10d "${fx_where[@]}" $fx_module -- "$fx_target" "$@"

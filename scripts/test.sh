@@ -17,99 +17,99 @@ Paths among the arguments are relative to the root of the repository.
 EOT
 }
 
-needs=(pytest hypothesis)
+fx_needs=(pytest hypothesis)
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
-  full) needs+=(coverage) ;;
+  full) fx_needs+=(coverage) ;;
 esac
-find_python "${needs[@]}"
-cd "$ROOT"
-export FLUXLIKE_PYTHON=$PYTHON
+find_python "${fx_needs[@]}"
+cd "$fx_root"
+export FLUXLIKE_PYTHON=$fx_python
 
 if [ "${1:-}" = gpu ]; then
   shift
-  ranks=() jobs=1
+  fx_ranks=() fx_jobs=1
   while [ $# -gt 0 ]; do
     case $1 in
-      --nproc) ranks=("${@:1:2}"); shift "${#ranks[@]}" ;;
-      --nproc=*) ranks=("$1"); shift ;;
-      --jobs) [ $# -ge 2 ] || die "--jobs needs a number."; jobs=$2; shift 2 ;;
-      --jobs=*) jobs=${1#*=}; shift ;;
+      --nproc) fx_ranks=("${@:1:2}"); shift "${#fx_ranks[@]}" ;;
+      --nproc=*) fx_ranks=("$1"); shift ;;
+      --jobs) [ $# -ge 2 ] || die "--jobs needs a number."; fx_jobs=$2; shift 2 ;;
+      --jobs=*) fx_jobs=${1#*=}; shift ;;
       *) break ;;
     esac
   done
-  [[ $jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs $jobs is not a positive number."
+  [[ $fx_jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs $fx_jobs is not a positive number."
   : "${FLUXLIKE_TEST_HEAP:=nvshmem}"
   export FLUXLIKE_TEST_HEAP
   # No cache of failures: the ranks would write the same files.
-  pytest=(-m pytest -q -p no:cacheprovider)
-  launch() { bash scripts/launch.sh ${ranks[@]+"${ranks[@]}"} "${pytest[@]}" "$@"; }
-  status=0 shards=() logs=$(mktemp -d)
-  trap 'kill "${shards[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
-  if [ "$jobs" -eq 1 ]; then launch "$@" || status=$?; fi
-  for ((i = 0; i < jobs && jobs > 1; i++)); do
-    launch -m "not alone" --shard "$i/$jobs" "$@" >"$logs/$i.log" 2>&1 &
-    shards+=($!)
+  fx_pytest=(-m pytest -q -p no:cacheprovider)
+  launch() { bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" "$@"; }
+  fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
+  trap 'kill "${fx_shards[@]}" 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+  if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi
+  for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
+    launch -m "not alone" --shard "$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
+    fx_shards+=($!)
   done
-  for i in "${!shards[@]}"; do
-    wait "${shards[i]}" || status=$?
-    cat "$logs/$i.log"
+  for fx_i in "${!fx_shards[@]}"; do
+    wait "${fx_shards[fx_i]}" || fx_status=$?
+    cat "$fx_logs/$fx_i.log"
   done
-  shards=()
-  if [ "$jobs" -gt 1 ]; then launch -m alone "$@" || status=$?; fi
+  fx_shards=()
+  if [ "$fx_jobs" -gt 1 ]; then launch -m alone "$@" || fx_status=$?; fi
   # These end their own processes, so they run beside no rank of torchrun's.
-  if [ $# -eq 0 ]; then "$PYTHON" "${pytest[@]}" -m gpu tests/test_faults_processes.py || status=1; fi
-  exit $status
+  if [ $# -eq 0 ]; then "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1; fi
+  exit $fx_status
 fi
 
-which="not gpu and not slow"
-run=(-m pytest)
-covered=
+fx_which="not gpu and not slow"
+fx_run=(-m pytest)
+fx_covered=
 if [ "${1:-}" = full ]; then
   shift
-  "$PYTHON" -c 'import coverage' 2>/dev/null ||
-    die "full measures which lines the tests run and $PYTHON has no coverage; $PYTHON -m pip install 'coverage>=7.10'."
-  which="not gpu"
-  covered=$ROOT/build/coverage
-  rm -rf "$covered"
-  mkdir -p "$covered"
-  run=(-m coverage run -m pytest)
+  "$fx_python" -c 'import coverage' 2>/dev/null ||
+    die "full measures which lines the tests run and $fx_python has no coverage; $fx_python -m pip install 'coverage>=7.10'."
+  fx_which="not gpu"
+  fx_covered=$fx_root/build/coverage
+  rm -rf "$fx_covered"
+  mkdir -p "$fx_covered"
+  fx_run=(-m coverage run -m pytest)
   # cheaper, and there from Python 3.12 on
-  if "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then export COVERAGE_CORE=sysmon; fi
+  if "$fx_python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then export COVERAGE_CORE="${COVERAGE_CORE:-sysmon}"; fi
 fi
 
 # Everything runs even if the first check fails: one run tells all there is to mend.
-status=0 beside=() lanes=()
-if [ -n "$covered" ] && [ $# -eq 0 ]; then
+fx_status=0 fx_beside=() fx_lanes=()
+if [ -n "$fx_covered" ] && [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
-  compiling="ptx choice lint tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
+  fx_compiling="ptx choice lint tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
              public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
-  computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential
+  fx_computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential
              sparse_all_reduce sparse_index trace trees"
-  trap 'kill "${lanes[@]}" 2>/dev/null || true' EXIT
-  for names in "$compiling" "$computing"; do
-    files=()
-    for name in $names; do files+=("tests/test_$name.py"); done
-    "$PYTHON" "${run[@]}" -p no:cacheprovider -m "$which" "${files[@]}" >"$covered/beside${#lanes[@]}.log" 2>&1 &
-    lanes+=($!)
-    beside+=("${files[@]}")
+  trap 'kill "${fx_lanes[@]}" 2>/dev/null || true' EXIT
+  for fx_names in "$fx_compiling" "$fx_computing"; do
+    fx_files=()
+    for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done
+    "$fx_python" "${fx_run[@]}" -p no:cacheprovider -m "$fx_which" "${fx_files[@]}" >"$fx_covered/beside${#fx_lanes[@]}.log" 2>&1 &
+    fx_lanes+=($!)
+    fx_beside+=("${fx_files[@]}")
   done
 fi
-if "$PYTHON" -m ruff --version >/dev/null 2>&1; then "$PYTHON" -m ruff check . || status=1; fi
-if "$PYTHON" -m mypy --version >/dev/null 2>&1; then "$PYTHON" -m mypy || status=1; fi
-"$PYTHON" "${run[@]}" -m "$which" ${beside[@]+"${beside[@]/#/--ignore=}"} "$@" || status=$?
-for i in "${!lanes[@]}"; do
-  wait "${lanes[i]}" || status=$?
+if "$fx_python" -m ruff --version >/dev/null 2>&1; then "$fx_python" -m ruff check . || fx_status=1; fi
+if "$fx_python" -m mypy --version >/dev/null 2>&1; then "$fx_python" -m mypy || fx_status=1; fi
+"$fx_python" "${fx_run[@]}" -m "$fx_which" ${fx_beside[@]+"${fx_beside[@]/#/--ignore=}"} "$@" || fx_status=$?
+for fx_i in "${!fx_lanes[@]}"; do
+  wait "${fx_lanes[fx_i]}" || fx_status=$?
   echo "beside these:"
-  cat "$covered/beside$i.log"
+  cat "$fx_covered/beside$fx_i.log"
 done
 trap - EXIT
-if [ -n "$covered" ]; then
+if [ -n "$fx_covered" ]; then
   echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
-  "$PYTHON" -m coverage combine -q || status=1
+  "$fx_python" -m coverage combine -q || fx_status=1
   # A choice among the tests says nothing about all of them.
-  if [ $# -eq 0 ]; then "$PYTHON" -m coverage report || status=1; else "$PYTHON" -m coverage report --fail-under=0 || status=1; fi
+  if [ $# -eq 0 ]; then "$fx_python" -m coverage report || fx_status=1; else "$fx_python" -m coverage report --fail-under=0 || fx_status=1; fi
 fi
-exit $status
+exit $fx_status

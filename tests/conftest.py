@@ -13,8 +13,8 @@ import torch
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
 WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "mutations")
-WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_host", "racecheck_tables", "runfile", "security")
-WITHOUT_TORCHRUN += ("soak", "tiles", "sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network")
+WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
+WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network", "scripts")
 
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.
