@@ -11,10 +11,28 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
        test.sh gpu [--nproc N] [--jobs J] [PYTEST ARGS...]
                                                  the test files on N GPUs (default: all), every rank in its own process; with --jobs
                                                  over J pytests side by side, which compile side by side, and after them those tests
-                                                 that stand none beside them; without arguments then those that end processes
+                                                 that stand none beside them; without arguments then those that end processes, and
+                                                 every kernel under compute-sanitizer, on two GPUs, where that is installed
 
 Paths among the arguments are relative to the root of the repository.
 EOT
+}
+
+# Memory, shared memory and barriers of every kernel, in two ranks, then in two as two nodes; says so where it cannot be run.
+sanitize() {
+  local fx_tool fx_check fx_nodes fx_found=0
+  fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {
+    echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
+    return 0
+  }
+  [ "$fx_gpus" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
+  for fx_nodes in 1 2; do
+    for fx_check in memcheck racecheck synccheck; do
+      echo "$fx_tool --tool $fx_check on tests/sanitizer_case.py, nodes: $fx_nodes"
+      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "$fx_check" || fx_found=1
+    done
+  done
+  return $fx_found
 }
 
 fx_needs=(pytest hypothesis)
@@ -58,7 +76,10 @@ if [ "${1:-}" = gpu ]; then
   fx_shards=()
   if [ "$fx_jobs" -gt 1 ]; then launch -m alone "$@" || fx_status=$?; fi
   # These end their own processes, so they run beside no rank of torchrun's.
-  if [ $# -eq 0 ]; then "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1; fi
+  if [ $# -eq 0 ]; then
+    "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
+    sanitize || fx_status=1
+  fi
   exit $fx_status
 fi
 

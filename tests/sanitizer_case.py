@@ -1,9 +1,10 @@
-"""A small case of every kernel and transport for compute-sanitizer, which wraps one process a rank. On GPUs::
+"""A small case of every kernel and transport for compute-sanitizer, which wraps one process a rank.
 
-    torchrun --standalone --nproc-per-node=2 --no-python compute-sanitizer --tool memcheck --report-api-errors no \\
-        --error-exitcode 9 python tests/sanitizer_case.py
+``scripts/test.sh gpu`` ends with it; by hand, on two GPUs::
 
-and the same with ``--tool racecheck`` and ``--tool synccheck``; once more with FLUXLIKE_VIRTUAL_NODES=2 for the kernels that go
+    bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py /usr/local/cuda/bin/compute-sanitizer memcheck
+
+and the same with ``racecheck`` and ``synccheck``; once more with FLUXLIKE_VIRTUAL_NODES=2 for the kernels that go
 from node to node. It fails if a kernel was left out. torch speaks gloo here: NCCL's own start-up takes minutes under the sanitizer.
 Without GPUs it runs in the interpreter, started by test_sanitizer_case.py.
 """
@@ -11,6 +12,7 @@ Without GPUs it runs in the interpreter, started by test_sanitizer_case.py.
 import importlib
 import os
 import pkgutil
+import sys
 from typing import Any
 
 import torch
@@ -132,4 +134,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:  # the path of compute-sanitizer and the name of its tool: this process becomes it
+        sanitizer, tool = sys.argv[1:]
+        how = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+        os.execv(sanitizer, [sanitizer, *how, sys.executable, __file__])
     main()

@@ -12,11 +12,11 @@ from ranks import ROOT
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 #: Meant for the programs, and set only where the caller has not; for one command; or added to.
 MEANT = {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GLOO_SOCKET_IFNAME", "FLUXLIKE_PYTHON", "FLUXLIKE_TEST_HEAP", "COVERAGE_CORE"}
-MEANT |= {"IFS", "CDPATH", "PYTHONPATH"}
+MEANT |= {"IFS", "PATH", "CDPATH", "FLUXLIKE_VIRTUAL_NODES", "PYTHONPATH"}
 ASSIGNED = (
     r"(?:^|[\s;({])(\w+)\+?=",  # name=…, export name=…, (name=…)
     r"\$\{(\w+):=",
-    r"\bfor (?:\(\()?(\w+)",
+    r"\bfor (?:\(\()?(\w+)(?= in\b| =)",
     r"\b(?:local|read)((?: (?:-\w|\w+))+)",
 )
 
@@ -54,7 +54,7 @@ def test_launch_is_short():
 
 
 def test_what_the_caller_exported_reaches_the_program_as_it_was(tmp_path):
-    names = {name.removeprefix("fx_") for script in SCRIPTS for name in assigned(script.read_text())} - {"IFS", "CDPATH"}
+    names = {name.removeprefix("fx_") for script in SCRIPTS for name in assigned(script.read_text())} - {"IFS", "PATH", "CDPATH"}
     names |= {name.upper() for name in names}
     given = dict.fromkeys(names - {"PYTHONPATH", "FLUXLIKE_PYTHON", "COVERAGE_CORE"}, "7")
     assert {"nproc", "GPUS", "PYTHON", "EXTRA", "target", "OMP_NUM_THREADS"} <= given.keys()
@@ -72,3 +72,42 @@ def test_what_the_caller_exported_reaches_the_program_as_it_was(tmp_path):
         assert seen["CDPATH"] == str(tmp_path)
         paths = seen.get("PYTHONPATH", "").split(os.pathsep)
         assert set(paths) <= {str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+
+
+CHECKS = [f"{nodes} {tool}" for nodes in (1, 2) for tool in ("memcheck", "racecheck", "synccheck")]
+
+
+@pytest.mark.parametrize("case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "some tests"))
+def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
+    """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for two GPUs."""
+    if case == "not found" and os.path.exists("/usr/local/cuda/bin/compute-sanitizer"):
+        pytest.skip("compute-sanitizer is installed where it is looked for")
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    sanitizer = (home / "bin" if case == "found in CUDA_HOME" else tmp_path) / "compute-sanitizer"
+    gpus = "GPU 0: a" if case == "one GPU" else "GPU 0: a\nGPU 1: b"
+    fails = "*synccheck" if case == "faults" else "nothing"
+    python = f"""case "$2" in
+      torch.distributed.run) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
+      pytest) echo "pytest $*" >>{tmp_path}/ran ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    for name, text in (("nvidia-smi", f"echo '{gpus}'"), ("python", python), (sanitizer, "exit 3")):
+        if name != sanitizer or case != "not found":
+            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / name).chmod(0o700)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_HOME": str(home), "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    command = ["bash", "scripts/test.sh", "gpu", *(["-k", "some"] if case == "some tests" else [])]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == (case == "faults"), done.stdout + done.stderr
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert "pytest -q" in ran.pop(0)
+    if case != "some tests":
+        assert "tests/test_faults_processes.py" in ran.pop(0)
+    if case in ("not found", "one GPU", "some tests"):
+        assert ran == []
+        assert ("compute-sanitizer was not run" in done.stdout) == (case != "some tests")
+    else:
+        assert [f"{line.split()[1]} {line.split()[-1]}" for line in ran] == CHECKS, ran
+        assert all("--nproc-per-node=2 " in line and f"-- tests/sanitizer_case.py {sanitizer} " in line for line in ran)
