@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FLUXLIKE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuned, "_warned", set())
     path = tuned.cache_file(HERE)
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, mode=0o700)
     return path
 
 
@@ -109,6 +110,7 @@ def test_a_file_that_is_no_use_is_ignored_with_one_warning(name, cache, caplog):
     cache.write_bytes(FILES[name])
     found, said = loaded(caplog)
     assert found == {} and len(said) == 1 and str(cache) in said[0] and "ignoring" in said[0]
+    assert (f"it has more than {tuned.MAX_BYTES} bytes" in said[0]) == (name == "large")
     tuned.store(HERE, [entry()])
     assert loaded(caplog) == ({(64, 64, 64): entry().choice}, [])
 
@@ -142,6 +144,57 @@ def test_a_file_that_may_not_be_read_is_ignored(cache, caplog, monkeypatch):
 
     monkeypatch.setattr(os, "open", refused)
     assert loaded(caplog)[0] == {}
+
+
+OPEN = {
+    "a directory of all": (lambda path: path.parent, 0o777, None),
+    "a directory of the group": (lambda path: path.parent, 0o770, None),
+    "another's directory": (lambda path: path.parent, 0o755, 12345),
+    "a file of all": (lambda path: path, 0o646, None),
+    "another's file": (lambda path: path, 0o644, 12345),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_others_could_write_is_ignored_with_one_warning(name, cache, caplog, monkeypatch):
+    tuned.store(HERE, [entry()])
+    which, mode, owner = OPEN[name]
+    if owner and os.geteuid():
+        pytest.skip("only root can give a file away")
+    which(cache).chmod(mode)
+    if owner:
+        os.chown(which(cache), owner, owner)
+    found, said = loaded(caplog)
+    assert found == {} and len(said) == 1 and str(cache) in said[0]
+    assert ("belongs to user 12345 and not to you" if owner else "run chmod go-w") in said[0]
+    if which(cache) == cache:  # in a directory of his own a user can mend that
+        tuned.store(HERE, [entry(k=32)])
+        assert loaded(caplog) == ({(64, 64, 32): entry(k=32).choice}, []) and cache.stat().st_mode & 0o777 == 0o600
+    else:
+        before = cache.read_bytes()
+        with pytest.raises(PermissionError, match=re.escape(str(cache.parent))):
+            tuned.store(HERE, [entry(k=32)])
+        assert cache.read_bytes() == before
+
+
+def test_what_root_has_made_is_read(cache, caplog, monkeypatch):
+    tuned.store(HERE, [entry()])
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert loaded(caplog) == ({(64, 64, 64): entry().choice}, [])
+
+
+def test_the_lock_follows_no_link(cache, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("do not empty me")
+    lock = cache.with_name(f".{cache.name}.lock")
+    lock.symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        tuned.store(HERE, [entry()])
+    assert precious.read_text() == "do not empty me" and not cache.exists()
+    lock.unlink()
+    tuned.store(HERE, [entry()])
+    assert lock.stat().st_mode & 0o777 == 0o600
 
 
 GOOD = entry().as_json()

@@ -7,7 +7,8 @@ software that it was measured with only; it lies in $FLUXLIKE_CACHE_DIR, else $X
 is written whole or not at all.
 
 What is in a file is not trusted: one that cannot be read or does not belong here is ignored with one warning, as is an entry whose
-choice is not one of those that could have been measured. A wrong file can make calls slow, and nothing else.
+choice is not one of those that could have been measured. A wrong file can make calls slow, and nothing else. The user's cache is
+ignored, too, where others could write it, and is not written there.
 
 All ranks of a context must choose alike, and their files may differ, as may the environment. So rank 0 reads, once, when a
 context is made, and sends what it found to the others (`agreed`): calls look into the context's table and never at a file, nor do
@@ -21,7 +22,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ import torch
 import triton
 
 from .. import __version__
-from ..runtime import env
+from ..runtime import env, files
 from ..runtime.control import ControlGroup
 from . import choice
 from .choice import Choice, Problem, Shape
@@ -128,8 +128,8 @@ def known(machine: Machine, op: str, dtype: torch.dtype, ranks: int) -> dict[Sha
 def _choices(
     path: Path, machine: Machine, op: str, dtype: torch.dtype, ranks: int, strict: bool = False
 ) -> dict[Shape, Choice]:
-    """The file's choices for this op, dtype and number of ranks. ``strict``: it must be of this software."""
-    data = _read(path)
+    """The file's choices for this op, dtype and number of ranks. ``strict``: it must be of this software, and the user's own."""
+    data = _read(path, strict)
     if not data:
         return {}
     if data.get("machine") != machine.as_json() or (strict and data.get("software") != software()):
@@ -157,24 +157,16 @@ def _sizes(entry: Any) -> Shape:
     return m, n, k
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What stands in a file, or nothing, with a warning, if that is not a table."""
+def _read(path: Path, private: bool = False) -> dict[str, Any]:
+    """What stands in a file, or nothing, with a warning, if that is not a table; ``private``: or may be another user's."""
     try:
-        with open(path, "rb", opener=_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ValueError("it is no plain file")
-            data = json.loads(file.read(MAX_BYTES))
+        data = json.loads(files.read(path, MAX_BYTES, private))
         if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("entries"), list):
             raise ValueError(f"it is no table of format {FORMAT}")
     except (OSError, ValueError, RecursionError) as wrong:
         _warn(path, f"{type(wrong).__name__}: {wrong}"[:200])
         return {}
     return data
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open without waiting for whoever may write into what lies there, were it a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 _warned: set[tuple[str, str]] = set()
@@ -184,7 +176,7 @@ def _warn(path: Path, why: str, part: str = "") -> None:
     """Once a file and process."""
     if (str(path), part) not in _warned:
         _warned.add((str(path), part))
-        log.warning("ignoring %s%s: %s; results do not depend on it, and `python -m fluxlike tune` replaces it", part, path, why)
+        log.warning("ignoring %s%s: %s; results do not depend on it, `python -m fluxlike tune` makes a new one", part, path, why)
 
 
 # agreeing
@@ -231,12 +223,15 @@ def store(machine: Machine, entries: Iterable[Entry], path: Path | None = None, 
     """Add entries to the user's cache, or to the file ``path``, in place of older ones for the same problems. Returns its path.
 
     Whoever reads meanwhile sees the old file or the new one; two writers of the cache wait for each other, both are heard. A file
-    that is no table of this machine and software is replaced. ``about``: what else it shall say. OSError if it cannot be written.
+    that is no table of this machine and software is replaced. ``about``: what else it shall say. OSError if it cannot be written,
+    also where others may write to the cache.
     """
     where = path or cache_file(machine)
     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if path is None else 0o777)
+    if path is None:
+        files.refuse_shared(where.parent)
     with _alone(where) if path is None else contextlib.nullcontext():
-        old = _read(where) if os.path.lexists(where) else {}
+        old = _read(where, path is None) if os.path.lexists(where) else {}
         if old.get("machine") != machine.as_json() or old.get("software") != about.get("software", software()):
             old = {}
         kept = {_key(entry): entry for entry in old.get("entries", []) if isinstance(entry, dict)}
@@ -255,10 +250,13 @@ def _key(entry: dict[str, Any]) -> tuple[str, ...]:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """One writer at a time, on file systems that have locks; on others the last one is heard."""
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _replace(path: Path, text: str, mode: int) -> None:
