@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from fluxlike.topology import LinkMatrix, Tree, current, load, measure, minmax, mxnet, plan_trees, presets, trees_for
 from fluxlike.topology.canonical import canonical
 from fluxlike.topology.graph import Graph, _smallest_cut, least_load
+from fluxlike.topology.matrix import MAX_BYTES
 
 ROOT = Path(__file__).resolve().parents[1]
 P3 = presets.P3
@@ -351,10 +353,10 @@ def test_codes():
 @pytest.mark.parametrize(
     ("codes", "why"),
     (
-        ([[0, 4], [4, 0]], "entry 4"), ([[0, 0.5], [0.5, 0]], "entry 0.5"), ([[0, 2], [1, 0]], "both ways"),
+        ([[0, 4], [4, 0]], r"codes\[0\]\[1\] is 4"), ([[0, 0.5], [0.5, 0]], "is 0.5"), ([[0, 2], [1, 0]], "both ways"),
         ([[1]], "itself"), ([[0, 2], [3, 0]], "links go"),
         ([[0, 2]], "square"), ([], "0 rows"), ([[0, "2"], ["2", 0]], "no number"), ("02", "no number"), (None, "list of rows"),
-        ([[0, -2], [-2, 0]], "0 or more"), ([[0, math.nan], [math.nan, 0]], "nan"),
+        ([[0, -2], [-2, 0]], "is -2"), ([[0, math.nan], [math.nan, 0]], "nan"),
     ),
 )  # fmt: skip
 def test_what_is_no_array_of_codes(codes, why):
@@ -400,6 +402,36 @@ def test_files_that_are_no_matrix(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.json is no link matrix: "):
         load(str(path))
+
+
+HUGE = ("NaN", "Infinity", "-1", "1e400", "1e30", f"1{'0' * 30}", f"1{'0' * 400}", f"-1{'0' * 400}", "1e-30", "1e-320")
+
+
+@pytest.mark.parametrize("number", HUGE)
+def test_numbers_that_no_machine_has_are_refused_by_their_place(tmp_path, number):
+    path = tmp_path / "bad.json"
+    for text, place in (
+        ('{"bandwidth": [[0, 1, 1], [1, 0, N], [1, N, 0]]}', r"bandwidth\[1\]\[2\]"),
+        ('{"bandwidth": [[0, 1], [1, 0]], "port": [1, N]}', r"port\[1\]"),
+        ('{"bandwidth": [[0, 1], [1, 0]], "unit": N}', "unit"),
+    ):
+        path.write_text(text.replace("N", number))
+        with pytest.raises(ValueError, match=rf"bad\.json is no link matrix: {place} is .*0\.001 to \de\+06"):
+            load(str(path))
+    path.write_text(f'{{"codes": [[0, {number}], [{number}, 0]]}}')
+    with pytest.raises(ValueError, match=r"bad\.json is no link matrix: codes\[0\]\[1\] is .*none of 0, 1, 2, 3"):
+        load(str(path))
+
+
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path):
+    pipe, large = tmp_path / "pipe.json", tmp_path / "large.json"
+    os.mkfifo(pipe)
+    large.write_bytes(b" " * (MAX_BYTES + 1))
+    for name, why in ((pipe, "it is no plain file"), ("/dev/zero", "it is no plain file"), (large, f"more than {MAX_BYTES} bytes")):
+        with pytest.raises(ValueError, match=rf"{name} is no link matrix: .*{why}"):
+            load(str(name))
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        load(f"{tmp_path}/")
 
 
 def test_a_topology_by_name(monkeypatch, tmp_path):

@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime import env
+from ..runtime import env, files
 
 #: Fastest first; a plan uses a kind only where the kinds in front of it do not connect all GPUs.
 #: "nvlink" and "nvswitch": wires between two GPUs, wires to a switch. "pcie": peer access without NVLink. "host": through the
@@ -19,6 +19,8 @@ NVLINK = 25.0
 PCIE = 10.0
 MAX_GPUS = 1024
 MAX_BYTES = 1 << 22
+#: GB/s that a link can have, a million times more and less than today's.
+SLOWEST, FASTEST = 1e-3, 1e6
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class LinkMatrix:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "bandwidth", _square(self.bandwidth, "bandwidth"))
+        put(self, "bandwidth", _square(self.bandwidth, "bandwidth", _check_rate))
         try:
             put(self, "kind", _kinds(self.kind, self.bandwidth))
             put(self, "port", _ports(self.port, self.bandwidth, self.kind))
@@ -64,10 +66,7 @@ class LinkMatrix:
         These are MXNet's, CUDA's performance rank plus one. ValueError for other codes, and for an array that is not square,
         not symmetric, or not 0 on the diagonal.
         """
-        square = _square(codes, "codes")
-        strange = sorted({code for row in square for code in row} - {0, 1, 2, 3})
-        if strange:
-            raise ValueError(f"codes has the entry {strange[0]:g}, which is none of 0, 1, 2, 3; give GB/s as LinkMatrix(bandwidth)")
+        square = _square(codes, "codes", _check_code)
         bandwidth = tuple(tuple((0.0, PCIE, NVLINK, 2 * NVLINK)[int(code)] for code in row) for row in square)
         kind = tuple(tuple(("", "host", "nvlink", "nvlink")[int(code)] for code in row) for row in square)
         linked = any(code > 1 for row in square for code in row)
@@ -87,13 +86,8 @@ class LinkMatrix:
         ValueError if it is neither, OSError if it cannot be read.
         """
         where = Path(path)
-        with open(where, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
         try:
-            if len(raw) > MAX_BYTES:
-                raise ValueError(f"it has more than {MAX_BYTES} bytes")
-            data = json.loads(raw)
-            return cls._from_json(data, where.stem)
+            return cls._from_json(json.loads(files.read(where, MAX_BYTES)), where.stem)
         except (ValueError, RecursionError) as error:
             reason = "it nests too deep" if isinstance(error, RecursionError) else error
             raise ValueError(f"{where} is no link matrix: {reason}; docs/topology.md says what belongs in one") from error
@@ -177,8 +171,8 @@ def load(name: str) -> LinkMatrix:
     return LinkMatrix.preset(name)
 
 
-def _square(rows: Any, what: str) -> tuple[tuple[float, ...], ...]:
-    """The rows as floats, if they are a symmetric square with nothing on the diagonal."""
+def _square(rows: Any, what: str, check: Callable[[float, str], None]) -> tuple[tuple[float, ...], ...]:
+    """The rows as floats, if they are a symmetric square with nothing on the diagonal and ``check`` of each raises nothing."""
     try:
         square = tuple(tuple(_number(cell) for cell in row) for row in rows)
     except TypeError as error:
@@ -190,8 +184,7 @@ def _square(rows: Any, what: str) -> tuple[tuple[float, ...], ...]:
         if len(row) != n:
             raise ValueError(f"{what} has {n} rows, and {len(row)} entries in row {i}; it must be a square")
         for j, cell in enumerate(row):
-            if not (math.isfinite(cell) and cell >= 0):
-                raise ValueError(f"{what}[{i}][{j}] is {cell}; it must be 0 or more")
+            check(cell, f"{what}[{i}][{j}]")
             if i == j and cell:
                 raise ValueError(f"{what}[{i}][{i}] is {cell:g}; a GPU has no link to itself, so write 0")
     for i in range(n):
@@ -204,7 +197,20 @@ def _square(rows: Any, what: str) -> tuple[tuple[float, ...], ...]:
 def _number(cell: Any) -> float:
     if isinstance(cell, (str, bytes, bool)) or cell is None:
         raise TypeError(f"{cell!r} is no number")
-    return float(cell)
+    try:
+        return float(cell)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf if cell > 0 else -math.inf
+
+
+def _check_code(code: float, what: str) -> None:
+    if code not in (0, 1, 2, 3):
+        raise ValueError(f"{what} is {code:g}, which is none of 0, 1, 2, 3; give GB/s as LinkMatrix(bandwidth)")
+
+
+def _check_rate(rate: float, what: str, most: float = FASTEST) -> None:
+    if not (rate == 0 or SLOWEST <= rate <= most):
+        raise ValueError(f"{what} is {rate:g}; it must be 0, or GB/s from {SLOWEST:g} to {most:g}")
 
 
 def _kinds(rows: Any, bandwidth: tuple[tuple[float, ...], ...]) -> tuple[tuple[str, ...], ...]:
@@ -226,9 +232,10 @@ def _kinds(rows: Any, bandwidth: tuple[tuple[float, ...], ...]) -> tuple[tuple[s
 def _ports(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tuple[str, ...], ...]) -> tuple[float, ...]:
     if given:
         port = tuple(map(_number, given))
-        if len(port) != len(bandwidth) or not all(math.isfinite(p) and p >= 0 for p in port):
+        if len(port) != len(bandwidth):
             raise ValueError(f"port is {list(port)}; it must have {len(bandwidth)} numbers, 0 or more")
         for i, row in enumerate(bandwidth):
+            _check_rate(port[i], f"port[{i}]", FASTEST * len(port))
             if any(row) and not port[i]:
                 raise ValueError(f"port[{i}] is 0, and GPU {i} has links; write what it can send at once")
         return port
@@ -241,8 +248,7 @@ def _ports(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tup
 
 def _unit(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tuple[str, ...], ...]) -> float:
     unit = _number(given)
-    if not (math.isfinite(unit) and unit >= 0):
-        raise ValueError(f"unit is {given}; it must be the GB/s of a link")
+    _check_rate(unit, "unit")
     pairs = [pair for kinds, rates in zip(kind, bandwidth, strict=True) for pair in zip(kinds, rates, strict=True)]
     wires = [rate for what, rate in pairs if what.startswith("nv")]
     peers, host = ([rate for what, rate in pairs if what == name] for name in ("pcie", "host"))
