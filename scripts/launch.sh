@@ -46,8 +46,10 @@ if [ "$fx_nnodes" = 1 ]; then
   # What torchrun --standalone does, but by address: with a host name that does not resolve, --standalone stalls.
   fx_where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
 else
-  # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name.
-  read -r fx_address fx_is_host < <("$fx_python" "$fx_root/scripts/address.py" "${fx_rdzv%:*}") || die "no way from here to the host of --rdzv $fx_rdzv; give its name or address as this host knows it."
+  # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name, and so
+  # would gloo, which therefore gets the interface.
+  read -r fx_address fx_is_host fx_interface < <("$fx_python" "$fx_root/scripts/address.py" "${fx_rdzv%:*}") || exit 2
+  if [ -n "${GLOO_SOCKET_IFNAME:-$fx_interface}" ]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$fx_interface}"; fi
   fx_where=(--nnodes="$fx_nnodes" --local-addr="$fx_address" --rdzv-endpoint="$fx_rdzv" --rdzv-id="fluxlike-$fx_rdzv" --rdzv-conf="is_host=$fx_is_host")
 fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
-NAMES = ("fluxlike-a", "fluxlike-b")
+NAMES = tuple(f"fluxlike-{os.getpid()}-{which}" for which in "ab")  # another run's are left alone
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29477
 
@@ -55,7 +55,8 @@ def remove() -> None:
 def launched(directory: Path, **env: str) -> Iterator[list[subprocess.Popen]]:
     """tests/nodes_case.py with two ranks on each host, by launch.sh; `said` reads what they say."""
     command = ["bash", "scripts/launch.sh", "--nnodes", "2", "--rdzv", f"{ADDRESSES[0]}:{PORT}", "--nproc", "2"]
-    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "eth0", "FLUXLIKE_TIMEOUT_S": "20", **env}
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "FLUXLIKE_TIMEOUT_S": "20", **env}
+    env.pop("GLOO_SOCKET_IFNAME", None)  # launch.sh finds it
     running = []
     try:
         for name in NAMES:

@@ -1,8 +1,10 @@
 """The scripts: nothing of theirs reaches the program that they start, and nothing that the caller exported is taken for theirs."""
 
+import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -111,3 +113,70 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     else:
         assert [f"{line.split()[1]} {line.split()[-1]}" for line in ran] == CHECKS, ran
         assert all("--nproc-per-node=2 " in line and f"-- tests/sanitizer_case.py {sanitizer} " in line for line in ran)
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """scripts/address.py on a machine 10.0.0.1 (eth0) and 192.168.7.1 (ib0), whose default route is by eth0."""
+    spec = importlib.util.spec_from_file_location("address", ROOT / "scripts" / "address.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = {"head": ["127.0.1.1"], "both": ["127.0.1.1", "10.0.0.1"], "mine": ["10.0.0.1"], "other": ["192.168.7.9"]}
+    routes = {"192.168.7.9": "192.168.7.1", "192.0.2.1": "10.0.0.1", "10.0.0.1": "10.0.0.1"}
+    interfaces = {"eth0": "10.0.0.1", "ib0": "192.168.7.1", "lo": "127.0.0.1"}
+
+    def looked_up(host, *how):
+        if host not in names:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (found, 0)) for found in names[host]]
+
+    monkeypatch.setattr(module.socket, "getaddrinfo", looked_up)
+    monkeypatch.setattr(module, "towards", routes.__getitem__)
+    monkeypatch.setattr(module, "of_interface", interfaces.__getitem__)
+    monkeypatch.setattr(module.socket, "if_nameindex", lambda: list(enumerate(interfaces)))
+    module.routes = routes
+    return module
+
+
+@pytest.mark.parametrize(
+    ("host", "interface", "found"),
+    (
+        ("head", "", ("10.0.0.1", True)),  # Debian's /etc/hosts, on the head itself
+        ("head", "ib0", ("192.168.7.1", True)),
+        ("both", "", ("10.0.0.1", True)),
+        ("mine", "", ("10.0.0.1", True)),
+        ("other", "", ("192.168.7.1", False)),
+        ("other", "eth0", ("192.168.7.1", False)),
+    ),
+)
+def test_the_address_that_the_others_are_told(address, host, interface, found):
+    assert address.find(host, interface) == found
+    assert address.interface_of(found[0]) == {"10.0.0.1": "eth0", "192.168.7.1": "ib0"}[found[0]]
+    assert address.interface_of("10.9.9.9") == ""
+
+
+@pytest.mark.parametrize("host", ("127.0.0.1", "localhost", "localhost.localdomain"))
+def test_a_host_that_is_everywhere_is_refused(address, host):
+    with pytest.raises(ValueError, match=f"{host} is another host for each that asks"):
+        address.find(host, "")
+
+
+def test_a_loopback_address_is_told_to_nobody(address):
+    with pytest.raises(ValueError, match=r"knows head by 127\.0\.1\.1 only, and lo has 127\.0\.0\.1"):
+        address.find("head", "lo")
+    address.routes["192.0.2.1"] = "127.0.0.1"
+    with pytest.raises(ValueError, match="only, and its default route has"):
+        address.find("head", "")
+
+
+def test_launch_asks_for_an_address(tmp_path):
+    """The real thing, as far as one machine shows it: what it asks the system, and how launch.sh ends."""
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
+    for host, why in (("localhost", "is another host for each"), ("no-such-host.invalid", "no address by which")):
+        command = ["bash", "scripts/launch.sh", "--nnodes", "2", "--rdzv", f"{host}:29400", "tests/nodes_case.py"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2 and f"--rdzv {host}" in done.stderr and why in done.stderr
+        assert "give an address of that host" in done.stderr
+    script = "import address; print(address.towards('127.0.0.1'), address.of_interface('lo'))"
+    done = subprocess.run([sys.executable, "-Bc", script], cwd=ROOT / "scripts", capture_output=True, text=True, timeout=100)
+    assert done.stdout == "127.0.0.1 127.0.0.1\n", done.stderr
