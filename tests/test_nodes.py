@@ -279,6 +279,37 @@ def test_what_goes_wrong(how, ranks, heap, op):
     assert any(f"rank {last} on node 1" in text for text, _ in said.values()), said
 
 
+def some_of_them(group):
+    """What the launcher says of a host, against what is there: all ranks raise together, and may begin again."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ["WORLD_SIZE"] = str(size)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    for local, who, fits in (
+        (str(size), None, True),
+        ("", None, True),
+        (str(size), pairs[rank // 2], True),  # of some ranks there may be fewer on a host
+        ("2", pairs[rank // 2], True),
+        ("1" if rank == 1 else str(size), None, False),
+        ("1" if rank < 2 else "3", pairs[rank // 2], rank == 2),
+        ("4", None, False),
+        ("many", None, False),
+    ):
+        os.environ["LOCAL_WORLD_SIZE"] = local
+        try:
+            fluxlike.init(who, heap="shm", heap_bytes=1 << 20)
+            said = ""
+            fluxlike.finalize()
+        except ValueError as error:
+            said = str(error)
+        assert fits == (not said), (local, said)
+        assert fits or ("LOCAL_WORLD_SIZE=" in said and "start all ranks of a host by one torchrun" in said)
+
+
+def test_the_launcher_s_word_is_compared_with_what_is_there():
+    for outcome in run_fresh(some_of_them, 3, timeout=120):
+        assert outcome.ok, str(outcome)
+
+
 def test_nodes_of_ranks():
     assert nodes.number(["a"] * 4, 1) == [0, 0, 0, 0]
     assert nodes.number(["a"] * 4, 2) == [0, 0, 1, 1]

@@ -26,7 +26,25 @@ def find(control: ControlGroup) -> list[int]:
     except ValueError as problem:
         error = problem
     control.agree("fluxlike.init: FLUXLIKE_VIRTUAL_NODES", parts, error)
-    return number(control.gather(_identity(), "fluxlike.init: nodes"), parts)
+    launcher = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
+    said = control.gather((_identity(), *launcher), "fluxlike.init: nodes")
+    identities = [identity for identity, _, _ in said]
+    for rank, (identity, local, world) in zip(control.ranks, said, strict=True):
+        compare(rank, local, identities.count(identity), world == str(len(said)))
+    return number(identities, parts)
+
+
+def compare(rank: int, local: str, found: int, everyone: bool) -> None:
+    """ValueError if a rank's launcher says that other ranks are on its host than the ``found`` that can share memory there.
+
+    ``local``: its LOCAL_WORLD_SIZE, "" if not set. ``everyone``: all ranks of the launcher are counted; of some there may be less.
+    """
+    if local and not (local.isdecimal() and (found == int(local) if everyone else found <= int(local))):
+        raise ValueError(
+            f"fluxlike.init: LOCAL_WORLD_SIZE={local!r} on rank {rank}, which shares memory with {found - 1} other ranks; "
+            f"{'that makes another number' if everyone else 'those are more'}: start all ranks of a host by one torchrun, in one "
+            "process namespace, or unset LOCAL_WORLD_SIZE where it is left from another launcher"
+        )
 
 
 def number(identities: list[str], parts: int) -> list[int]:
