@@ -104,7 +104,7 @@ fx_status=0 fx_beside=() fx_lanes=()
 if [ -n "$fx_covered" ] && [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
-  fx_compiling="ptx choice lint tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
+  fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
              public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential

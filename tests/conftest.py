@@ -12,9 +12,11 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "mutations")
-WITHOUT_TORCHRUN += ("offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "security", "soak", "tiles")
-WITHOUT_TORCHRUN += ("sanitizer_case", "topology", "topology_detect", "tune", "turns", "nodes", "nodes_network", "scripts")
+WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "lint_signals")
+WITHOUT_TORCHRUN += ("mutations", "offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "sanitizer_case")
+WITHOUT_TORCHRUN += ("scripts", "security", "soak", "tiles", "topology", "topology_detect", "tune", "turns", "nodes")
+WITHOUT_TORCHRUN += ("nodes_network",)
+
 
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.

@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -97,4 +98,15 @@ def main(argv: list[str]) -> int:
         print(json.dumps({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}))
     elif reports:
         print(f"Triton {triton.__version__}: {len(reports)} kernels compiled, {found} findings")
+    if not reports and os.environ.get("RANK", "0") == "0":  # of a program, the other ranks have none
+        print(f"lint: {_nothing(asked, capabilities)}", file=sys.stderr)
+        status = status or 2
     return status or int(found > 0)
+
+
+def _nothing(asked: argparse.Namespace, capabilities: Sequence[int]) -> str:
+    """Why no kernel was compiled."""
+    if asked.file is not None:
+        return f"{asked.file} launched no kernel of its own, so nothing was looked at; lint a program that does"
+    known = sorted({f"{case.op}-{case.schedule}" for capability in capabilities for case in cases(capability)})
+    return f"no call has {asked.case!r} in its name, so nothing was looked at; names begin with one of {', '.join(known)}"

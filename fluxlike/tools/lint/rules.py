@@ -4,11 +4,15 @@ Results of a kernel cannot show these faults: a signal that overtakes its data l
 its pipeline is only slow. All of them are visible in what the compiler made, on a machine without a GPU.
 """
 
+import functools
+import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ...kernels import sync, trace
 from . import ttir
 from .compiling import Built
 from .parting import partings
@@ -311,9 +315,9 @@ def lint_built(built: Built, spec: Spec) -> list[Finding]:
     """All findings of a compiled launch."""
     ptx = Ptx(built.ptx, ttir.parameters(built.ttgir))
     source = ttir.effects(built.ttir)
-    found = [*lint(ptx, spec), *dropped(ptx, source), *counts(source, spec.counts)]
+    found = [*lint(ptx, spec), *plain(ptx, spec, built.ttir), *dropped(ptx, source), *counts(source, spec.counts)]
     if spec.vectors:
-        found += narrow(ptx, spec, ttir.scalar_stores(built.ttir))
+        found += narrow(ptx, spec, ttir.scalars(built.ttir, "store"))
     if built.serialised:
         found.append(Finding("pipeline", 0, "", _SERIALISED.format(why=built.serialised)))
     return [*found, *offsets(built.ttir, spec), *buffers(built.ttgir, spec), *resources(built, spec)]
@@ -378,6 +382,47 @@ def narrow(ptx: Ptx, spec: Spec, scalars: set[tuple[str, ...]]) -> list[Finding]
         if op.name.startswith("st.") and op.bits < 128 and touches(ptx, op, spec.payload) and op.where[:2] not in scalars:
             found.setdefault(_at(op), _finding("vectors", op, _NARROW.format(bytes=op.bits // 8)))
     return list(found.values())
+
+
+#: Where words between ranks are stored plainly, and why that is right.
+PLAIN = {
+    sync.reset: "by the last program, behind all waits for these words; what sets them again comes after its credits, a release",
+    sync._give_up: "the record of a failure, in host memory: a fence stands in front of the word that the host looks at",
+    trace.note: "times for the host, which looks at them when the kernel has ended",
+}
+
+
+def plain(ptx: Ptx, spec: Spec, text: str) -> list[Finding]:
+    """Rule "plain": words between ranks are neither loaded nor stored plainly; ``text``: the source as Triton's IR.
+
+    They are what signal arguments point to, and single numbers at an address that was loaded through a base.
+    """
+    peers = {f"{name}*" for name in spec.bases}
+    numbers = ttir.scalars(text, "load") | ttir.scalars(text, "store")
+    found = []
+    for op in ptx.ops:
+        access = re.match(r"(ld|st)\b.*\.global\b|cp\.async\.c[ag]\.", op.name)
+        if not access or re.search(r"\.(volatile|relaxed|acquire|release)\b", op.name) or _allowed() & set(op.where[:1]):
+            continue
+        touched = ptx.touches(_global_side(op))
+        through = not touched.isdisjoint(peers) and touched.isdisjoint(ptx.pointers) and op.where[:2] in numbers
+        if through or not touched.isdisjoint(spec.signals):
+            found.append(_finding("plain", op, _PLAIN_STORE if op.name.startswith("st") else _PLAIN_LOAD))
+    return found
+
+
+_PLAIN_STORE = "a plain store to a word between ranks is not ordered behind what was stored before: use publish_…(…)"
+_PLAIN_LOAD = "a plain load of a word between ranks orders nothing behind it, and a loop may make it only once: use wait(…)"
+
+
+@functools.cache
+def _allowed() -> set[str]:
+    """file:line of what stands in `PLAIN`."""
+    found = set()
+    for helper in PLAIN:
+        lines, first = inspect.getsourcelines(helper.fn)
+        found |= {f"{os.path.basename(inspect.getfile(helper.fn))}:{first + number}" for number in range(len(lines))}
+    return found
 
 
 _NARROW = (

@@ -16,9 +16,9 @@ def effects(ttir: str) -> Effects:
     return Counter((kind, where[:2]) for line, where in _lines(ttir) if (kind := _kind(line)))
 
 
-def scalar_stores(ttir: str) -> set[tuple[str, ...]]:
-    """Where the source stores single numbers, not blocks."""
-    return {where[:2] for line, where in _lines(ttir) if re.search(r"\btt\.store\b.* : !tt\.ptr<", line)}
+def scalars(ttir: str, operation: str) -> set[tuple[str, ...]]:
+    """Where the source has a "load" or "store" of single numbers, not of blocks."""
+    return {where[:2] for line, where in _lines(ttir) if re.search(rf"\btt\.{operation}\b.* : !tt\.ptr<", line)}
 
 
 def _lines(ttir: str) -> Iterator[tuple[str, tuple[str, ...]]]:

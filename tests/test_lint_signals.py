@@ -1,0 +1,136 @@
+"""The lint's rule "plain", in known-bad tiny kernels: words between ranks that are loaded or stored plainly; a lint of nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import triton
+import triton.language as tl
+from ranks import ROOT
+
+from fluxlike.kernels.lang import globaltimer
+from fluxlike.kernels.sync import BASES, CONSUMED, EPOCH, at_peer, head_of, reset
+from fluxlike.kernels.trace import note
+from fluxlike.tools import lint
+from fluxlike.tools.lint import rules
+from fluxlike.tools.lint.compiling import Launch, build
+from fluxlike.tools.lint.rules import Spec
+
+SPEC = Spec(payload=("slots",), signals=("flag",), bases=("ctl",))
+TYPES = {"flag": "*i64", "ctl": "*i64", "full": "*i32", "slots": "*bf16", "rank": "i32"}
+
+
+def findings(kernel, fixed: bool, spec: Spec = SPEC) -> list[rules.Finding]:
+    signature = {name: TYPES.get(name, "constexpr") for name in kernel.arg_names}
+    aligned = frozenset(name for name, kind in signature.items() if kind[0] == "*")
+    constants = {"FIXED": fixed, "R": 2, "TRACE": True}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return rules.lint_built(build(Launch(kernel, signature, constants, aligned, 4, 1), 90), spec)
+
+
+@triton.jit
+def poll(slots, flag, ctl, rank, FIXED: tl.constexpr):
+    """A wait by plain loads."""
+    seen = tl.zeros((), tl.int64)
+    while seen == 0:
+        globaltimer()
+        if FIXED:
+            seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        else:
+            seen = tl.load(flag)
+
+
+@triton.jit
+def poll_a_credit(slots, flag, ctl, rank, FIXED: tl.constexpr):
+    """The same of a word in a head, whose address comes out of the control block."""
+    word = head_of(ctl, rank) + CONSUMED + 1
+    last = tl.load(ctl + EPOCH)
+    seen = tl.zeros((), tl.int64)
+    while seen < last:
+        globaltimer()
+        if FIXED:
+            seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+        else:
+            seen = tl.load(word)
+
+
+@triton.jit
+def look_at_all(slots, flag, ctl, rank, FIXED: tl.constexpr):
+    """All flags at once; who reads words that only this rank writes needs no wait: they are no signals."""
+    words = tl.load(flag + tl.arange(0, 32)) if not FIXED else tl.load(ctl + BASES + tl.arange(0, 32))
+    tl.store(slots + tl.arange(0, 32), words.to(tl.bfloat16))
+
+
+@triton.jit
+def send(slots, flag, ctl, rank, FIXED: tl.constexpr):
+    """A signal to a peer by a plain store."""
+    there = at_peer(flag, ctl, rank, 1 - rank)
+    if FIXED:
+        tl.atomic_xchg(there, 1, sem="release", scope="sys")
+    else:
+        tl.store(there, 1)
+
+
+@triton.jit
+def give_a_credit(slots, flag, ctl, rank, FIXED: tl.constexpr):
+    word = head_of(ctl, 1 - rank) + CONSUMED + rank
+    if FIXED:
+        tl.atomic_xchg(word, 1, sem="release", scope="sys")
+    else:
+        tl.store(word, 1)
+
+
+@pytest.mark.parametrize("kernel", (poll, poll_a_credit, look_at_all, send, give_a_credit), ids=lambda kernel: kernel.fn.__name__)
+def test_plain_accesses_to_words_between_ranks(kernel):
+    assert findings(kernel, True) == []
+    found = findings(kernel, False)
+    assert {one.rule for one in found} == {"plain"}
+    assert found[0].where.startswith("test_lint_signals.py:")
+    assert ("publish_" in found[0].message) == (kernel in (send, give_a_credit)), "what is to be used instead"
+
+
+@triton.jit
+def take_back(full, ctl, FIXED: tl.constexpr, R: tl.constexpr, TRACE: tl.constexpr):
+    """What may be stored plainly, by the helpers that may, and by hand."""
+    if FIXED:
+        reset(full, 0, R)
+        note(ctl, 0, 0, globaltimer(), R, TRACE)
+    else:
+        for word in range(8):
+            tl.store(full + word, 0)
+
+
+def test_the_helpers_that_may_store_plainly():
+    spec = Spec(signals=("full",), bases=("ctl",))
+    assert findings(take_back, True, spec) == []
+    assert {one.rule for one in findings(take_back, False, spec)} == {"plain"}
+    assert all(rules.PLAIN.values()), "each with its reason"
+
+
+def test_each_exception_is_needed(monkeypatch):
+    """Without its line in the table the lint finds what a helper does."""
+    rules._allowed.cache_clear()
+    monkeypatch.setattr(rules, "PLAIN", {})
+    try:
+        spec = Spec(signals=("full",), bases=("ctl",))
+        assert {one.where.split(":")[0] for one in findings(take_back, True, spec)} == {"sync.py", "trace.py"}
+    finally:
+        monkeypatch.undo()
+        rules._allowed.cache_clear()
+
+
+def test_a_lint_of_no_call_fails(capsys):
+    assert lint.main(["--case", "gemm_sr"]) == 2
+    said = capsys.readouterr().err
+    assert "no call has 'gemm_sr' in its name" in said and "gemm_rs-in_kernel, " in said
+
+
+def test_a_lint_of_a_program_without_kernels_fails(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("print('no kernels')\n")
+    command = [sys.executable, "-m", "fluxlike", "lint", str(program)]
+    for rank, code in (("0", 2), ("1", 0)):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"RANK": rank}, timeout=200)
+        assert done.returncode == code, done
+        assert ("launched no kernel of its own" in done.stderr) == (code == 2)
