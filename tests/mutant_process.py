@@ -32,6 +32,10 @@ KERNELS = (
     "exchange_bulk_kernel",
     "all_reduce_trees_kernel",
     "sparse_all_reduce_kernel",
+    "messages_begin_kernel",
+    "messages_head_kernel",
+    "messages_came_kernel",
+    "messages_end_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
@@ -112,11 +116,12 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     load(module, file)
     compiling = importlib.import_module("fluxlike.tools.lint.compiling")
     variants = importlib.import_module("fluxlike.tools.lint.variants")
+    between_nodes = variants.Case("gemm_rs", "decomposed", nodes=2)
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
-        case = variants.Case(*CALLS.get(transport, (op, transport)))
+        case = between_nodes if transport == "messages" else variants.Case(*CALLS.get(transport, (op, transport)))
         for launch in variants.launches(case, CAPABILITY):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)

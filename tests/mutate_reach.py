@@ -16,6 +16,7 @@ STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gather
 DECOMPOSED = "decomposed"  # with kernels of its own
 ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
 SPARSE = "sparse"  # rows of sparse tensors, a kernel
+MESSAGES = "messages"  # between nodes, with kernels of their own, of one program each, that only GPUs launch
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 #: Instructions of inline assembly that order something.
 ORDERING = re.compile(r"\s*(bar\.|barrier\.|fence\.|membar\.|cp\.async\.bulk\.wait_group)")
@@ -54,14 +55,12 @@ def keyword(call: ast.Call, name: str) -> ast.Constant | None:
 
 #: Files whose kernels wait for nobody and signal nothing. Words that they store are data; tests/test_sparse_index.py compares all.
 DATA = ("sparse_index", "nodes")
-#: Files whose kernels, of one program each, run on GPUs only; tests/test_messages.py looks at what each of them waits for and says.
-OF_GPUS = ("messages",)
 
 
 @functools.cache
 def kernels() -> dict[str, Source]:
     files = sorted((PACKAGE / "kernels").glob("*.py"))
-    return {path.stem: Source(f"kernels/{path.name}") for path in files if path.stem not in (*DATA, *OF_GPUS)}
+    return {path.stem: Source(f"kernels/{path.name}") for path in files if path.stem not in DATA}
 
 
 @functools.cache
@@ -135,8 +134,8 @@ def _is_entry(name: str) -> bool:
 
 def transports(kernel: str) -> tuple[str, ...]:
     alone = next((name for name in (STREAM_K, DECOMPOSED, *ALGORITHMS) if name in kernel), None)
-    if kernel.startswith(SPARSE):
-        return (SPARSE,)
+    if kernel.startswith((SPARSE, MESSAGES)):
+        return (SPARSE,) if kernel.startswith(SPARSE) else (MESSAGES,)
     if kernel.startswith("exchange"):
         return (str(alone), f"{ROOTED}{alone}")
     return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
@@ -147,10 +146,12 @@ def reach() -> dict[int, tuple[tuple[Path_, ...], bool]]:
     """By node: the kernels and transports that reach it, and whether only a compiler does."""
     paths: dict[int, list[Path_]] = {}
     compiled: dict[int, bool] = {}
-    for name, (_, function) in device_functions().items():
+    for name, (_, function) in sorted(device_functions().items(), key=lambda item: item[0].startswith(MESSAGES)):
         for transport in transports(name) if _is_entry(name) else ():
             for step in _walk(function.body, name, transport, False):
                 known = paths.setdefault(id(step.node), [])
+                if transport == MESSAGES and any(other != MESSAGES for _, other in known):
+                    continue  # whatever others reach, too, is judged there
                 if (name, transport) not in known:
                     known.append((name, transport))
                 compiled[id(step.node)] = compiled.get(id(step.node), True) and step.compiled

@@ -13,6 +13,8 @@ are late or slow. For reduce and broadcast, too; in "empty" and "late" data goes
 
 overtaken  a rank reads what it was sent in a call only when its peers have sent what belongs to the next one
 
+The kernels of messages between nodes, which only GPUs launch, do on rank 0 what tests/test_messages.py asks of them.
+
 In all of them the copy engine resets a word only once it is set, if it ever is: a reset in front of the wait clears what was meant
 for the wait.
 
@@ -20,6 +22,7 @@ A wrong number raises `Wrong`; the race checker and a wait that runs out raise f
 """
 
 import contextlib
+import importlib
 import itertools
 import math
 import time
@@ -268,6 +271,16 @@ def scene(op: str, transport: str, kind: str) -> None:
     ctx.close()
 
 
+def messages(group: Any) -> None:
+    """Each of their kernels, by itself; an error of any kind is a finding, as an edit of theirs has no other cause."""
+    bodies = importlib.import_module("test_messages").BODIES
+    for body in bodies if group.rank() == 0 else ():
+        try:
+            body(group)
+        except Exception as error:
+            raise Wrong(f"messages, {body.__name__}: {type(error).__name__}: {error}") from error
+
+
 # the code that only a compiler sees, interpreted
 
 
@@ -418,7 +431,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     programs.longest_nap = 20e-3  # most ranks wait most of the time, and several mutants share the cores
     if compiled:
         as_compiled()
-        if any(op != "all_reduce" for op, _ in plan):
+        if any(op in ("gemm_rs", "ag_gemm") for op, _ in plan):
             lost(group)
         for op, algo in plan:
             if op == "all_reduce" and not algo.startswith(("rooted", "sparse")):
@@ -432,7 +445,10 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
     for kind, (op, transport) in ((kinds[k], plan[p]) for p, k in order):
         if kind == "overtaken" and transport not in ("one_shot", "words"):
             continue
-        if op == "all_reduce":
+        if op == "messages":
+            if kind == "close" and not compiled:  # the waits' code for GPUs is judged with the others
+                messages(group)
+        elif op == "all_reduce":
             collectives(group, transport, kind)
         else:
             scene(op, transport, kind)

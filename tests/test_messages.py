@@ -1,18 +1,21 @@
 """The kernels of messages between nodes, which only GPUs launch: each of their waits and stores, under the interpreter.
 
-What leads to an error, and the puts, are tested on GPUs by tests/test_nodes.py: to give up takes assembly.
+The puts are tested on GPUs by tests/test_nodes.py. What the kernels do with something taken away, tests/test_mutations.py judges by
+`BODIES`.
 """
 
+import contextlib
 import itertools
 
 import pytest
+import scenes
 import torch
 from ranks import TORCHRUN, run_ranks
 
 import fluxlike
 from fluxlike.kernels import lang, sync
 from fluxlike.kernels import messages as kernels
-from fluxlike.runtime import dry, world
+from fluxlike.runtime import dry, interpreter, world
 
 USED, PITCH, RANK = 5, 40, 2
 NOT_THERE = -7
@@ -34,6 +37,8 @@ class Memory:
         self.ctl = torch.zeros(sync.BASES.value + nodes, dtype=torch.int64)
         self.ctl[sync.LAST_USE.value + slot], self.ctl[sync.LAST_USE.value + 1 - slot] = USED, NOT_THERE
         self.ctl[sync.BASES.value + node] = self.head.data_ptr()
+        self.record = torch.zeros(8, dtype=torch.int64)
+        self.ctl[sync.REPORT.value] = self.record.data_ptr()
         self.boxes = torch.full((2, nodes, PITCH), NOT_THERE, dtype=torch.int64)
         self.others = [(node + step) % nodes for step in range(1, nodes)]
         #: Of the contexts of the node: heads and control blocks.
@@ -48,11 +53,13 @@ class Memory:
     def read(self, peer: int) -> int:
         return 1 + (2 + self.slot) * self.nodes + peer
 
-    def run(self, kernel, *args, **constants: int) -> tuple | None:
-        """What the kernel waits for; None if it ends."""
+    def run(self, kernel, *args, arrives=None, **constants: int) -> tuple | None:
+        """What the kernel waits for; None if it ends. ``arrives``: lets come what it waits for."""
 
         def spin(addresses, want, seen, what, peer, ctl, spins):
             assert ctl == self.ctl.data_ptr()
+            if arrives is not None and spins == 0:
+                return arrives()
             raise Waits((addresses[0] - self.head.data_ptr()) // 8, peer, what, want, seen)
 
         before, lang._spin_hook = lang._spin_hook, spin
@@ -69,6 +76,19 @@ def cases():
     for nodes, slot in itertools.product((2, 3), (0, 1)):
         for node in range(nodes):
             yield Memory(nodes, node, slot)
+
+
+@contextlib.contextmanager
+def assembly():
+    """To give up takes some; one program runs here, so barriers and fences have nothing to do."""
+    before = vars(interpreter.builder).get("create_inline_asm")
+    interpreter.builder.create_inline_asm = scenes._assembly
+    try:
+        yield
+    finally:
+        del interpreter.builder.create_inline_asm
+        if before is not None:
+            interpreter.builder.create_inline_asm = before
 
 
 def begins(group):
@@ -111,16 +131,24 @@ def comes(group):
             this.inner[0][sync.BASES.value + number] = mate.data_ptr()
         for peer in this.others:
 
-            def run(this=this, peer=peer):
-                where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer)
-                return this.run(kernels.messages_came_kernel, *where, 70, 90, PITCH, this.inner[0], RANK, J=this.nodes, L=3)
+            def run(this=this, peer=peer, **how):
+                where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer, 70, 90, PITCH, this.inner[0], RANK)
+                return this.run(kernels.messages_came_kernel, *where, J=this.nodes, L=3, **how)
 
             this.head[1:] = USED + 1
             this.head[this.came(peer)] = USED
             assert run() == (this.came(peer), peer, sync.WAIT_MESSAGE.value, USED + 1, USED)
             this.head[1:] = NOT_THERE
-            this.head[this.came(peer)] = USED + 1
+
+            def arrives(this=this, peer=peer):
+                this.boxes[this.slot, peer, 1] = 90
+                this.head[this.came(peer)] = USED + 1
+
+            this.boxes[this.slot, peer, 1] = 91  # of a call before
             ctl = this.ctl.clone()
+            with assembly():  # was it looked at too soon?
+                assert run(arrives=arrives) is None
+            assert torch.equal(this.ctl, ctl)
             assert run() is None
             assert torch.equal(this.ctl, ctl) and not any(mate.any() for mate in mates)
             this.ctl[sync.FAILED.value] = 1  # also by an earlier wait: the others of the node are told, this rank knows
@@ -142,8 +170,45 @@ def ends(group):
         assert torch.equal(this.ctl, ctl) and all(map(torch.equal, this.inner, inner))
 
 
+def gives_up(group):
+    """A message of another call, or of a node that had given up, and an end after a rank of this node has: told, once."""
+    for this in cases():
+        this.boxes[:], this.head[1:], this.ctl[sync.EPOCH.value] = 0, USED + 1, 11
+        record, peer = this.record, this.others[-1]
+        this.inner[0][sync.BASES.value : sync.BASES.value + 3] = this.heads[0].data_ptr()
+        where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer, 70, 90, PITCH, this.inner[0], RANK)
+
+        def failed(kernel, *args, this=this, record=record, **constants):
+            record.zero_()
+            this.ctl[sync.FAILED.value] = 0
+            with assembly():
+                assert this.run(kernel, *args, **constants) is None
+                said = record[:7].tolist()
+                assert this.run(kernel, *args, **constants) is None
+            assert record[:7].tolist() == said, "the first failure is what is told"
+            assert this.ctl[sync.FAILED.value] == said[0]
+            return said
+
+        for *sizes, bad in ((70, 90, 0), (70, 91, 0), (71, 90, 0), (70, 90, 1), (7, 9, 1)):
+            this.boxes[this.slot, peer, :3] = torch.tensor([*sizes, bad])
+            seen, what = sizes[0] * 2**32 + sizes[1], sync.PEER_FAILED if bad else sync.WRONG_MESSAGE
+            right = (*sizes, bad) == (70, 90, 0)
+            said = failed(kernels.messages_came_kernel, *where, J=this.nodes, L=3)
+            assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
+        for words, word in [(ctl, sync.FAILED) for ctl in this.inner] + [(head, sync.ABORT) for head in this.heads]:
+            this.heads[0].zero_()
+            words[word.value] = 1
+            this.ctl[sync.EPOCH.value] = 11
+            said = failed(kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK)
+            assert said == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
+            words[word.value] = 0
+
+
+BODIES = (begins, says, comes, ends, gives_up)
+
+
 @pytest.mark.skipif(TORCHRUN, reason="the kernels run under the interpreter, whatever the heap of the ranks")
-@pytest.mark.parametrize("body", (begins, says, comes, ends))
+@pytest.mark.parametrize("body", BODIES)
 def test_a_kernel_does_what_it_says(body):
     run_ranks(body, 1)
 

@@ -36,6 +36,7 @@ TRIES = 3
 OF_PRODUCTS = (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)
 PAIRS = [(op, transport) for op in ("gemm_rs", "ag_gemm") for transport in OF_PRODUCTS]
 PAIRS += [("all_reduce", transport) for transport in CALLS]
+PAIRS += [("messages", mutate_reach.MESSAGES)]
 
 #: Mutants that are no faults, by name or pattern: why not.
 SURVIVORS: dict[str, str] = {
@@ -96,7 +97,7 @@ def judge_once(mutant: Mutant, directory: Path) -> str:
     if not mutant.assembly:
         limit = LONG if why_not(mutant) else SHORT
         checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, **where))
-    if mutant.compiled_only:
+    if mutant.compiled_only or mutant.file == "kernels/messages.py":
         checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(mutant.reached, **where))
     return next((found for check in checks if (found := check())), "")
 
@@ -114,13 +115,15 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
     found = [(op, transport) for op, transport in PAIRS if any((kernel, transport) in reached for kernel in kernels_of(op))]
     if mutant.file in ("kernels/exchange.py", "kernels/trees.py"):
         return found
-    first = [pair for pair in found if not pair[1].startswith((mutate_reach.ROOTED, "trees", mutate_reach.SPARSE))]
+    later = mutate_reach.ROOTED, "trees", mutate_reach.SPARSE, mutate_reach.MESSAGES
+    first = [pair for pair in found if not pair[1].startswith(later)]
     pairs = first or found  # what the others share they show sooner
     return list({pair[0]: pair for pair in reversed(pairs)}.values())[::-1] if why_not(mutant) else pairs
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
 OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce", "exchange": "all_reduce", "sparse": "all_reduce"}
+OF["messages"] = "messages"
 
 
 def kernels_of(op: str) -> tuple[str, ...]:
