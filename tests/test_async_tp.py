@@ -251,7 +251,12 @@ GRAPHS = {
     "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
     "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
-    "a bias of each": ((ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 0, g), 1, 0, "may add another"),
+    "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
+    "several biases, some alike": (
+        (ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b[::2].repeat(2)) + F.linear(x, v) + F.linear(x, v, b), 0, g, "avg"),
+        1, 1, ""),
+    "the mean of halves": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(x.half() @ w.half(), 0, g, "avg"), 1, 0, "float16"),
     "features scattered": ((ROWS, K), lambda x, w, v, u, b, g: scattered(x @ w.T, 1, g), 1, 0, "scatters the features"),
     "used twice": ((ROWS, N), lambda x, w, v, u, b, g: [scattered(y := x @ w, 0, g), y + 1], 1, 0, "used elsewhere"),
     "not a product": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).relu(), 0, g), 1, 0, "neither a product"),
@@ -266,7 +271,7 @@ def operands(name, group, rows=None):
     if rows is not None:
         shape = (*shape[:-2], rows, shape[-1])
     x, w, v, u = (numbers(s, 10 * i + rank) for i, s in enumerate([shape, (N, K), (N, K), (K, N)]))
-    return x, w, v, u, numbers((N,), 77)  # a bias is the same on all ranks
+    return x, w, v, u, numbers((N,), 77 + rank)
 
 
 def traced(function, given, group):

@@ -386,12 +386,13 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         raise Left("it scatters the features")
     for product in products:
         _check_dtypes(product, value(product.left))
-    bias = _bias(products, ranks)  # type: ignore[arg-type]
+    if operation == "avg" and value(source).dtype == torch.float16:
+        raise Left("it is a mean in torch.float16, in which the sum behind it may overflow")
     with rewrite.graph.inserting_before(scatter):
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
         x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))  # type: ignore[arg-type]
-        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), bias and rewrite.bias(bias), group)
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), _bias(rewrite, products, group), group)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
         y = rewrite.reshaped(y, shape(waits[0]))
@@ -422,15 +423,17 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
     return path
 
 
-def _bias(products: list[Product], ranks: int) -> Node | None:
-    """The bias of a sum over ranks. DTensor divides a replicated one by their number, so that the sum has it once."""
+def _bias(rewrite: Rewrite, products: list[Product], group: str) -> Node | None:
+    """The biases of all ranks, summed up: the graph adds each rank's, which may be another one, and gemm_rs one that all have.
+
+    Each rank gathers them: it is a row a rank, and a call that, unlike an all_reduce of torch, keeps its place among the others.
+    """
     biases = [p.bias for p in products if p.bias is not None]
     if not biases:
         return None
-    (bias, *more) = biases
-    if more or bias.target is not aten.div.Tensor or bias.kwargs or bias.args[1] != ranks:
-        raise Left(f"its bias {bias} is not one divided by the {ranks} ranks, so each may add another")
-    return bias.args[0]  # type: ignore[return-value]
+    own = rewrite.rows(_joined(rewrite, [rewrite.reshaped(b, [1, *shape(b)]) for b in biases], 0))
+    gathered = rewrite.add(operator.getitem, rewrite.call(library.ag_gemm_op, own, [], [], library.EVEN, True, group), 0)
+    return rewrite.add(CAST, rewrite.add(aten.sum.dim_IntList, gathered, [0], dtype=torch.float32), value(own).dtype)
 
 
 def _joined(rewrite: Rewrite, parts: list[Node], dim: int) -> Node:
