@@ -226,6 +226,11 @@ def sliced(x, dim, ranks, group):
     return torch.cat([whole[i * part : (i + 1) * part] for i in range(ranks)], dim)
 
 
+def cast(x, w, group):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return [F.linear(gathered(x, 0, group), w), scattered(F.linear(x, w), 0, group)]
+
+
 ROWS, K, N = 8, 6, 12
 #: name: (shape of x, function of x, weights w [N, K], v [N, K], u [K, N], bias b [N] and group; collectives, replaced; why not).
 GRAPHS = {
@@ -237,6 +242,8 @@ GRAPHS = {
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
     "cast": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g).float() @ w.T, 1, 1, ""),
+    "cast to more": ((4, K), lambda x, w, v, u, b, g: gathered(x.half(), 0, g).float() @ w.T, 1, 1, ""),
+    "autocast": ((ROWS, K), lambda x, w, v, u, b, g: cast(x, w, g), 2, 2, ""),
     "a weight and a bias with gaps": (
         (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
     "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
@@ -250,6 +257,11 @@ GRAPHS = {
     "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),
     "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
     "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
+    "a sum in two dtypes": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x.half() @ w.half(), 0, g), 1, 0, "dtypes ['torch.float16', 'torch.float32']"),
+    "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
+    "cast to more before": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "neither a product"),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
     "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
     "several biases, some alike": (

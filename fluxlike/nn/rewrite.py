@@ -250,7 +250,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     wait, whole = chain[1], chain[-1]
     views, products = _products(whole)
     casts = [user for user in whole.users if user.target is CAST]
-    if not products and len(casts) == len(whole.users) == 1:  # cast before the gather is the same, and less to send
+    if not products and len(casts) == len(whole.users) == 1:  # cast before the gather is the same
         whole = casts[0]
         chain.append(whole)
         views, products = _products(whole)
@@ -385,7 +385,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     if dim == value(source).dim() - 1:
         raise Left("it scatters the features")
     for product in products:
-        _check_dtypes(product, value(product.left))
+        _check_dtypes(product, value(source))
     if operation == "avg" and value(source).dtype == torch.float16:
         raise Left("it is a mean in torch.float16, in which the sum behind it may overflow")
     with rewrite.graph.inserting_before(scatter):
