@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fluxlike
-from fluxlike.nn import async_tp
+from fluxlike.nn import async_tp, rewrite
 from fluxlike.nn.async_tp import AsyncTP
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
@@ -226,6 +226,34 @@ def sliced(x, dim, ranks, group):
     return torch.cat([whole[i * part : (i + 1) * part] for i in range(ranks)], dim)
 
 
+def written(x, w, group):
+    """Products of what is written to in place between them and their collectives, or after."""
+    y, t, z = gathered(x, 0, group), w.T, x @ w.T
+    rows = y.view(-1, K)
+    for given in (x, w, y):
+        given.mul_(2)
+    return [rows @ w.T, y @ t, scattered(z, 0, group)]
+
+
+def halves(x, group, *biases):
+    """Products of 2049, which float16 does not have: 2050 with a bias of 1, unless they are rounded before it."""
+    y = gathered(torch.ones_like(x).half(), 0, group)
+    return [F.linear(y, y.new_full((N, K), 341.5), b) for b in biases]
+
+
+def both(x, w, b, group):
+    """The gathered along dimension 0, itself, its chunks and the whole along 1."""
+    whole = functional.all_gather_tensor(x, 0, group)
+    first, *more = whole.chunk(group.size())
+    return [whole * 2, first + 1, F.linear(torch.cat([first, *more], 1), w, b)]
+
+
+def turned(x, group, pad=0):
+    """A gather along dimension 1, of which the ranks' parts are in another order, or of which rows are left out."""
+    whole, part = functional.all_gather_tensor(x, 0, group), x.shape[0]
+    return torch.cat([whole[i * part : (i + 1) * part - pad] for i in range(group.size())][:: 1 if pad else -1], 0 if pad else 1)
+
+
 def cast(x, w, group):
     with torch.autocast(x.device.type, torch.bfloat16):
         return [F.linear(gathered(x, 0, group), w), scattered(F.linear(x, w), 0, group)]
@@ -247,6 +275,16 @@ GRAPHS = {
     "a weight and a bias with gaps": (
         (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
     "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
+    "a bias is added before the sum is rounded": (
+        (4, K), lambda x, w, v, u, b, g: halves(x, g, torch.ones_like(b).half(), None), 1, 1, ""),
+    "itself, chunks and the whole": ((3, 4, K), lambda x, w, v, u, b, g: both(x, w, b, g), 1, 1, ""),
+    "twice": ((4, K), lambda x, w, v, u, b, g: [gathered(x, 0, g) @ w.T, gathered(x, 0, g) @ v.T], 2, 2, ""),
+    "turned": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(turned(x, g), w), 1, 0, "no product takes"),
+    "padded": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(turned(x, g, pad=1), w), 1, 0, "no product takes"),
+    "transposed": ((4, K), lambda x, w, v, u, b, g: (y := gathered(x, 0, g)).T @ y[:, :1].relu(), 1, 0, "no product takes"),
+    "the right side": (
+        (4, K), lambda x, w, v, u, b, g: torch.cat([x.T] * g.size(), 1) @ gathered(x, 0, g), 1, 0, "no product takes"),
+    "written to in place": ((4, K), lambda x, w, v, u, b, g: written(x, w, g), 2, 0, "in place"),
     "of itself": ((4, K), lambda x, w, v, u, b, g: (y := gathered(x, 0, g)) @ y.T, 1, 0, "comes from what is gathered"),
     "of doubles": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g) @ w.T.double(), 1, 0, "torch.float64"),
     "no product": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).relu() @ w.T, 1, 0, "no product takes"),
@@ -258,14 +296,15 @@ GRAPHS = {
     "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
     "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
     "a sum in two dtypes": (
-        (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x.half() @ w.half(), 0, g), 1, 0, "dtypes ['torch.float16', 'torch.float32']"),
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x.half() @ w.half(), 0, g), 1, 0, "['torch.float16', 'torch.f"),
     "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
     "cast to more before": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "neither a product"),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
     "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
     "several biases, some alike": (
-        (ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b[::2].repeat(2)) + F.linear(x, v) + F.linear(x, v, b), 0, g, "avg"),
+        (ROWS, K),
+        lambda x, w, v, u, b, g: scattered(F.linear(x, w, b[::2].repeat(2)) + F.linear(x, v) + F.linear(x, v, b), 0, g, "avg"),
         1, 1, ""),
     "the mean of halves": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered(x.half() @ w.half(), 0, g, "avg"), 1, 0, "float16"),
@@ -301,18 +340,29 @@ def as_list(result):
     return result if isinstance(result, list) else [result]
 
 
+def by_name(graph):
+    """The arguments that may be left out, given by name."""
+    for node in graph.nodes:
+        if node.target in (torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor, torch.ops.aten.split.Tensor):
+            names = [argument.name for argument in node.target._schema.arguments]
+            node.args, node.kwargs = node.args[:1], dict(zip(names[1:], node.args[1:], strict=False))
+
+
 def replaced(group, names):
     """What the graphs compute is what they did before; and what was found, replaced and why not is what the table says."""
-    for name in names:
+    named = [name for name in ("batch", "slices", "a batch scattered") if name in names]
+    for name, rename in [*((name, False) for name in names), *((name, True) for name in named)]:
         _, function, found, expected, why = GRAPHS[name]
         given, tp = operands(name, group), AsyncTP()
         module = traced(function, given, group)
+        if rename:
+            by_name(module.graph)
         with torch.no_grad():
-            before = module(*given)
+            before = module(*(t.clone() for t in given))
             tp(module.graph)
             module.recompile()
             with calls() as made:
-                after = module(*given)
+                after = module(*(t.clone() for t in given))
         (report,) = tp.graphs
         text = f"{name}: {tp}\n{module.graph}"
         assert (tp.found, tp.replaced) == (found, expected) and len(made) == expected, text
@@ -435,11 +485,19 @@ def test_the_token():
     run_ranks(threaded, 2)
 
 
+def test_a_scalar_has_no_rows():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(lambda x: [x.view(1), x.view(()).view(1, 1)], tracing_mode="fake")(torch.ones(1)).graph
+    views = [node for node in graph.nodes if node.target is torch.ops.aten.view.default]
+    assert [rewrite.keeps_rows(view) for view in views] == [True, False, False]
+
+
 # groups and reports
 
 
 def of_a_group(group):
-    """Only collectives of the group that is named are replaced."""
+    """Only collectives of the group that is named are replaced, or of all groups that fluxlike spans."""
     other = dist.group.WORLD
 
     def program(x, w, v, u, b, group):
@@ -450,6 +508,13 @@ def of_a_group(group):
         tp(traced(program, given, group).graph)
     assert [tp.replaced for tp in tps] == [1, 2] and tps[0].uuid() != tps[1].uuid()
     assert list(tps[0].graphs[0].left.values()) == [f"it is one of group {other.group_name!r}, not of {group.group_name!r}"]
+    control, tp = fluxlike.runtime.world.current().control, AsyncTP()
+    ranks, control.ranks = control.ranks, dist.get_process_group_ranks(group)
+    try:
+        tp(traced(program, given, group).graph)
+    finally:
+        control.ranks = ranks
+    assert tp.replaced == 1 and "are outside the group given to fluxlike.init" in str(tp), str(tp)
 
 
 @pytest.mark.skipif(os.environ.get("WORLD_SIZE") == "2", reason="the group of two ranks is the world here")

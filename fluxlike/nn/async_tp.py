@@ -76,8 +76,8 @@ class AsyncTP(CustomGraphPass):
     Where the call of torch.compile is not yours, set ``torch._inductor.config.post_grad_custom_pre_pass`` to the pass.
 
     Args:
-        group: the tensor-parallel group; collectives of others stay. Collectives of any group if None: their ranks must be among
-            those of fluxlike.init, so name the group where the model is spread over more, as by FSDP over several machines.
+        group: the tensor-parallel group; collectives of others stay. If None, those of any group whose ranks are all among those
+            of fluxlike.init, so name it where those of data parallelism are, too.
 
     A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
     cache of graphs is not compiled anew, and not reported; the pass is part of the key.

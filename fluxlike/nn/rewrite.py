@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx
 from torch._higher_order_ops.effects import _EffectType, _get_effect
 from torch._inductor import inductor_prims
@@ -26,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops import library, tiling
 from ..ops.context import DTYPES
+from ..runtime import world
 
 aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
 with_effects = torch.ops.higher_order.with_effects
@@ -77,30 +79,38 @@ def known(sizes: Sequence[Any]) -> list[int]:
     return found
 
 
-def arguments(collective: Node) -> list[Any]:
-    """All arguments of a collective in order; the last is the name of its group."""
-    names = [a.name for a in collective.target._schema.arguments]  # type: ignore[union-attr]
-    given: list[Any] = [*collective.args, *(collective.kwargs[name] for name in names[len(collective.args) :])]
-    group = given.pop()
+def arguments(node: Node) -> list[Any]:
+    """All arguments of a call in order, also those that are given by name or not at all."""
+    names = node.target._schema.arguments  # type: ignore[union-attr]
+    return [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in names[len(node.args) :])]
+
+
+def in_group(collective: Node) -> tuple[list[Any], str]:
+    """The arguments of a collective, and the name of its group, which is the last of them."""
+    *given, group = arguments(collective)
     if isinstance(group, Node):
         raise Left("its group is an input of the graph")
-    return [*given, group if isinstance(group, str) else group.group_name]
+    return given, group if isinstance(group, str) else group.group_name
 
 
 def product_of(node: Any) -> Product | None:
-    if not isinstance(node, Node) or node.target not in PRODUCTS or any(value != 1 for value in node.kwargs.values()):
+    if not isinstance(node, Node) or node.target not in PRODUCTS:
         return None
     if node.target is aten.mm.default:
-        return Product(node, node.args[0], node.args[1], None)  # type: ignore[arg-type]
-    bias, left, right = node.args
-    if value(bias).dim() != 1 or not equal(shape(bias)[0], shape(node)[1]):  # type: ignore[arg-type]
+        left, right = arguments(node)
+        return Product(node, left, right, None)
+    bias, left, right, *factors = arguments(node)
+    if factors != [1, 1] or value(bias).dim() != 1 or not equal(shape(bias)[0], shape(node)[1]):
         return None
-    return Product(node, left, right, bias)  # type: ignore[arg-type]
+    return Product(node, left, right, bias)
 
 
 def keeps_rows(node: Any) -> bool:
     """Whether a node is a reshape whose rows, of the last dimension, are those of its input."""
-    return isinstance(node, Node) and node.target in RESHAPES and equal(shape(node)[-1], shape(node.args[0])[-1])  # type: ignore[arg-type]
+    if not isinstance(node, Node) or node.target not in RESHAPES:
+        return False
+    before, after = shape(arguments(node)[0]), shape(node)
+    return len(before) > 0 and len(after) > 0 and equal(before[-1], after[-1])
 
 
 def chunks(parts: Any, ranks: int) -> tuple[Node, int] | None:
@@ -123,14 +133,22 @@ def _chunk(part: Any) -> tuple[Any, Any, Any] | None:
     target = getattr(part, "target", None)
     if target == operator.getitem and part.args[0].target in SPLITS:
         split, index = part.args
-        source, _, dim = (*split.args, 0)[:3]
+        source, _, dim = arguments(split)
         dim = dim % value(source).dim()
         return source, dim, sum(t.shape[dim] for t in value(split)[:index])
     if target is aten.slice.Tensor:
-        given = tuple(part.args)
-        source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
+        source, dim, start, _, step = arguments(part)
         return (source, dim % value(source).dim(), value(start) or 0) if step == 1 else None
     return None
+
+
+def check_writes(first: Node, last: Node) -> None:
+    """Raises Left if something is written to in place meanwhile: a call reads at one time what the graph reads at several."""
+    node = first
+    while node is not last:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            raise Left(f"{node} writes in place between {first} and {last}")
+        node = node.next
 
 
 class Rewrite:
@@ -175,9 +193,16 @@ class Rewrite:
         legal = tiling.is_row_major(value(w)) or equal(value(w).stride(0), 1)
         return w if legal else self.add(aten.clone.default, w, memory_format=torch.contiguous_format)
 
-    def bias(self, bias: Node) -> Node:
-        dense = equal(value(bias).stride(0), 1)
-        return bias if dense else self.add(aten.clone.default, bias, memory_format=torch.contiguous_format)
+    def bias(self, product: Product) -> Node:
+        """The bias of a call, which takes one for each weight or none: zeros for a product that has none."""
+        if product.bias is None:
+            (columns,) = known(shape(product.node)[1:])
+            if columns < 0:
+                raise Left("the number of columns is dynamic")
+            like = value(product.node)
+            return self.add(aten.full.default, [columns], 0, dtype=like.dtype, device=like.device)
+        dense = equal(value(product.bias).stride(0), 1)
+        return product.bias if dense else self.add(aten.clone.default, product.bias, memory_format=torch.contiguous_format)
 
     def whole(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
         """Rows of all ranks, one after the other, as the whole of ``sizes`` [… features], spread along ``dim``."""
@@ -224,9 +249,10 @@ class Rewrite:
 
         ``group``: the name of the one group whose collectives are replaced; None for any.
         """
-        *_, of = arguments(collective)
+        _, of = in_group(collective)
         if group not in (None, of):
             raise Left(f"it is one of group {of!r}, not of {group!r}")
+        _check_group(of)
         self.added = []
         try:
             return (replace_gather if collective.target is GATHER else replace_scatter)(self, collective)
@@ -240,17 +266,26 @@ class Rewrite:
                 self.graph.erase_node(node)
 
 
+def _check_group(name: str) -> None:
+    """A group with ranks that fluxlike does not span is one of something else, as data parallelism."""
+    if world.is_initialized():
+        known = world.current().control.ranks
+        outside = [rank for rank in dist.get_process_group_ranks(library.group_of(name)) if rank not in known]
+        if outside:
+            raise Left(f"ranks {outside} of its group {name!r} are outside the group given to fluxlike.init")
+
+
 # -- all_gather -> products --------------------------------------------------------------------------------------------------
 
 
 def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     """ag_gemm for an all_gather and the products of what it gathers; how many products. Raises Left."""
-    shard, ranks, group = arguments(gather)
-    chain, dim = _gathered(gather, ranks)  # type: ignore[arg-type]
+    (shard, ranks), group = in_group(gather)
+    chain, dim = _gathered(gather, ranks)
     wait, whole = chain[1], chain[-1]
     views, products = _products(whole)
     casts = [user for user in whole.users if user.target is CAST]
-    if not products and len(casts) == len(whole.users) == 1:  # cast before the gather is the same
+    if not products and len(casts) == len(whole.users) == 1 and not _elsewhere(chain):  # cast before the gather is the same
         whole = casts[0]
         chain.append(whole)
         views, products = _products(whole)
@@ -259,6 +294,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     if dim == value(whole).dim() - 1:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
+    check_writes(gather, max((p.node for p in products), key=order.__getitem__))
     ready, reasons, early = [], [], set()
     for product in sorted(products, key=lambda p: order[p.node]):
         try:
@@ -284,20 +320,21 @@ def _put_ag_gemm(
     if whole.target is CAST:
         shard = rewrite.add(CAST, shard, whole.args[1])
     rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
-    weights, biases = [rewrite.weight(p.right) for p in products], [rewrite.bias(p.bias) for p in products if p.bias is not None]
-    inside = len(biases) == len(products)  # the op takes one for each weight, or none
-    keep = not set(_users(whole)) <= {p.node for p in products}
-    results = rewrite.call(library.ag_gemm_op, rows, weights, biases if inside else [], library.EVEN, keep, group)
+    weights = [rewrite.weight(p.right) for p in products]
+    biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
+    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
+    results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group)
     news = []
     for i, product in enumerate(products):
         z = rewrite.add(operator.getitem, results, i)
-        if not inside and product.bias is not None:
-            z = rewrite.add(aten.add.Tensor, z, product.bias)
         z = rewrite.whole(z, [*sizes[:-1], shape(z)[1]], dim, ranks)
         news.append(rewrite.reshaped(z, shape(product.node)))
     if keep:
         gathered = rewrite.add(operator.getitem, results, len(products))
-        whole.replace_all_uses_with(rewrite.whole(gathered, sizes, dim, ranks))
+        rows, new = rewrite.reshaped(gathered, shape(chain[1])), rewrite.whole(gathered, sizes, dim, ranks)
+        if _elsewhere(chain):
+            chain[1].replace_all_uses_with(rows)
+        whole.replace_all_uses_with(new)
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
         rewrite.graph.erase_node(product.node)
@@ -308,18 +345,25 @@ def _users(whole: Node) -> list[Node]:
     return [u for user in whole.users for u in (_users(user) if keeps_rows(user) and user.users else [user])]
 
 
+def _elsewhere(chain: list[Node]) -> bool:
+    """Whether what is gathered, or a part of it, has users beside the whole tensor at the end of the chain."""
+    return not {user for node in chain[1:-1] for user in node.users} <= set(chain)
+
+
 def _gathered(gather: Node, ranks: int) -> tuple[list[Node], int]:
     """The nodes from an all_gather to the whole tensor, and the dimension along which it is gathered."""
     waits = [user for user in gather.users if user.target is WAIT]
     if len(waits) != 1 or len(gather.users) != 1:
         raise Left("its result is taken before it has been waited for")
     wait = waits[0]
-    parts = [n for user in wait.users for n in (user.users if user.target in SPLITS else [user])]
-    cats = {cat for part in parts for cat in part.users}
-    if len(cats) == 1 and (cat := cats.pop()).target is aten.cat.default and chunks(cat.args[0], ranks) == (wait, 0):
-        dim = (*cat.args, 0)[1] % value(cat).dim()  # type: ignore[operator]
-        splits = [user for user in wait.users if user.target in SPLITS]
-        return [gather, wait, *splits, *parts, cat], dim  # type: ignore[return-value]
+    splits = [user for user in wait.users if user.target in SPLITS]
+    parts = [n for user in wait.users for n in (user.users if user in splits else [user])]
+    cats = {cat for part in parts for cat in part.users if cat.target is aten.cat.default}
+    wholes = [cat for cat in cats if chunks(arguments(cat)[0], ranks) == (wait, 0)]
+    if len(wholes) == 1:
+        (cat,) = wholes
+        parts, dim = arguments(cat)
+        return [gather, wait, *splits, *parts, cat], dim % value(cat).dim()
     return [gather, wait], 0
 
 
@@ -365,13 +409,13 @@ def _needed(product: Product, banned: set[Node], order: dict[Node, int], since: 
 
 def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     """gemm_rs for a reduce_scatter and the product, or the sum of products, that it sums; how many products. Raises Left."""
-    source, operation, ranks, group = arguments(scatter)
+    (source, operation, ranks), group = in_group(scatter)
     waits = [user for user in scatter.users if user.target is WAIT]
     if len(waits) != 1:
         raise Left("its result is never waited for")
     cat, dim, between = source, 0, []
-    if source.target is aten.cat.default and (*source.args, 0)[1] == 0:  # type: ignore[union-attr]
-        found = chunks(source.args[0], ranks)  # type: ignore[union-attr, arg-type]
+    if source.target is aten.cat.default and arguments(source)[1] == 0:
+        found = chunks(arguments(source)[0], ranks)
         if found is not None:
             source, dim = found
             between = [cat, *cat.all_input_nodes, *(n.args[0] for n in cat.all_input_nodes if n.target is operator.getitem)]  # type: ignore
@@ -379,7 +423,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         if not set(node.users) <= {scatter, *between}:
             raise Left(f"{node} is not only scattered, but used elsewhere, too")
     products: list[Product] = []
-    path = _summed(source, {scatter, *between}, products)  # type: ignore[arg-type]
+    path = _summed(source, {scatter, *between}, products)
     if operation not in ("sum", "avg"):
         raise Left(f"it reduces by {operation!r}, not by 'sum' or 'avg'")
     if dim == value(source).dim() - 1:
@@ -388,10 +432,12 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         _check_dtypes(product, value(source))
     if operation == "avg" and value(source).dtype == torch.float16:
         raise Left("it is a mean in torch.float16, in which the sum behind it may overflow")
+    order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
+    check_writes(min((p.node for p in products), key=order.__getitem__), scatter)
     with rewrite.graph.inserting_before(scatter):
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
-        x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))  # type: ignore[arg-type]
+        x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))
         y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), _bias(rewrite, products, group), group)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
