@@ -512,14 +512,29 @@ def of_a_group(group):
     ranks, control.ranks = control.ranks, dist.get_process_group_ranks(group)
     try:
         tp(traced(program, given, group).graph)
+        key = tp.uuid()
     finally:
         control.ranks = ranks
+    assert key != tp.uuid()
     assert tp.replaced == 1 and "are outside the group given to fluxlike.init" in str(tp), str(tp)
 
 
 @pytest.mark.skipif(os.environ.get("WORLD_SIZE") == "2", reason="the group of two ranks is the world here")
 def test_one_group():
     run_ranks(of_a_group, 2)
+
+
+@contextlib.contextmanager
+def warnings():
+    """What the logger warns of meanwhile."""
+    logger, said = logging.getLogger("fluxlike"), []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def told(group):
@@ -531,17 +546,11 @@ def told(group):
     def neither(x, w, v, u, b, group):
         return x + 1
 
-    logger, said = logging.getLogger("fluxlike"), []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        tp = AsyncTP()
+    tp = AsyncTP()
+    with warnings() as said:
         for function in (GRAPHS["of doubles"][1], plain, neither, GRAPHS["rows"][1], plain, GRAPHS["features"][1]):
             given = operands("features" if function is GRAPHS["features"][1] else "rows", group)
             tp(traced(function, given, group).graph)
-    finally:
-        logger.removeHandler(handler)
     assert len(said) == 3, said
     assert all("nothing was replaced in the graph of inference with 1 products" in text for text in said)
     assert "all_gather_into_tensor stays: the product mm has dtypes ['torch.float64']" in said[0]
@@ -552,6 +561,46 @@ def told(group):
 
 def test_what_is_logged():
     run_ranks(told, 2)
+
+
+def cached(group, directory):
+    """A model in two parts, the second without collectives; the first comes from inductor's caches when it is compiled again."""
+    from unittest import mock
+
+    import torch._functorch.config
+    import torch._inductor.config
+
+    def first(x, w):
+        return gathered(x, 0, group) @ w.T
+
+    def second(x, w):
+        return x @ w.T
+
+    compilable()
+    directory = os.path.join(directory, str(dist.get_rank(group)))  # a rank may not find what another has just compiled
+    x, w, *_ = operands("rows", group)
+    expected, reports = first(x, w), []
+    with (
+        torch.no_grad(), calls() as made, warnings() as said, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=directory),
+        torch._inductor.config.patch(fx_graph_cache=True), torch._functorch.config.patch(enable_autograd_cache=True),
+    ):  # fmt: skip
+        for again in (False, True):
+            torch._dynamo.reset()
+            tp = AsyncTP()
+            parts = [torch.compile(part, fullgraph=True, options=tp.options) for part in (first, second)]
+            close(parts[0](x, w), expected, f"again={again}")
+            reports.append(str(tp))
+            if again:
+                assert not tp.graphs, f"{tp} was not in the cache"
+                parts[1](x, w)
+    assert made == ["ag_gemm"] * 2 and not said, f"{made} {said}"
+    assert "1 of 1 all_gather" in reports[0] and "cache" not in reports[0], reports
+    assert "no graph has been compiled" not in reports[1] and "came from inductor's cache" in reports[1], reports
+    assert str(tp).splitlines()[0].startswith("inference: 0 of 0 all_gather") and "came from inductor's cache" in str(tp), str(tp)
+
+
+def test_graphs_from_a_cache(tmp_path):
+    run_ranks(cached, 2, directory=str(tmp_path))
 
 
 def test_the_key_for_the_cache(monkeypatch, tmp_path):

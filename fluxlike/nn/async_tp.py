@@ -18,10 +18,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.fx
+from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .. import __version__
 from ..ops import library
+from ..runtime import world
 from . import rewrite
 
 log = logging.getLogger("fluxlike")
@@ -80,7 +82,8 @@ class AsyncTP(CustomGraphPass):
             of fluxlike.init, so name it where those of data parallelism are, too.
 
     A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
-    cache of graphs is not compiled anew, and not reported; the pass is part of the key.
+    cache of graphs is not compiled anew, so there is no report of it: ``cached`` and ``print`` say that there were such graphs. The
+    pass is part of the key.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -88,6 +91,7 @@ class AsyncTP(CustomGraphPass):
         self.group = group
         #: A report for each graph with collectives or products, in the order in which they were compiled.
         self.graphs: list[GraphReport] = []
+        self._hits_before: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -96,16 +100,30 @@ class AsyncTP(CustomGraphPass):
 
     @property
     def found(self) -> int:
-        """Collectives found, in all graphs."""
+        """Collectives found, in all graphs that were compiled, not `cached`."""
         return sum(report.found for report in self.graphs)
 
     @property
     def replaced(self) -> int:
-        """Collectives replaced, in all graphs."""
+        """Collectives replaced, in all graphs that were compiled, not `cached`."""
         return sum(report.replaced for report in self.graphs)
 
+    @property
+    def cached(self) -> bool:
+        """Whether inductor has taken graphs from its caches since it first asked for the key of this pass.
+
+        Some of them may have been of this model, with what an earlier pass put in; nobody counts them.
+        """
+        return self._hits_before is not None and _hits() != self._hits_before
+
     def __str__(self) -> str:
-        return "\n".join(map(str, self.graphs)) or "no graph has been compiled with this pass"
+        lines = [str(report) for report in self.graphs]
+        if self.cached:
+            lines.append(
+                "graphs came from inductor's cache, with what this pass made of them when they were compiled, which is not known "
+                "here; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles them anew"
+            )
+        return "\n".join(lines) or "no graph has been compiled with this pass"
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         gathers, scatters, products = (
@@ -137,18 +155,28 @@ class AsyncTP(CustomGraphPass):
         if not report.found and not report.products:
             return
         log.info("AsyncTP: %s", report)
-        # of graphs without collectives only until one had some: a model may have parts that are not parallel
-        if report.products and not report.replaced and (report.found or not self.replaced):
+        # of graphs without collectives only until one had, or may have had, some: a model may have parts that are not parallel
+        if report.products and not report.replaced and (report.found or not (self.replaced or self.cached)):
             why = f"\n{report}" if report.found else ": no all_gather and no reduce_scatter is in it; is the model sharded?"
             log.warning("AsyncTP: nothing was replaced in the graph of %s with %d products%s", report.kind, report.products, why)
         self.graphs.append(report)
 
     def uuid(self) -> bytes:
-        """For inductor's cache: changes with the library, with what the pass is made of, and with the group."""
-        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)}".encode())
+        """For inductor's cache: changes with the library, with what the pass is made of, and with the ranks and the group."""
+        if self._hits_before is None:
+            self._hits_before = _hits()
+        ranks = [dist.get_process_group_ranks(self.group)] if self.group is not None else []
+        if world.is_initialized():
+            ranks.append(world.current().control.ranks)
+        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {ranks}".encode())
         for module in (__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()
+
+
+def _hits() -> int:
+    """Graphs that this process has taken from inductor's caches."""
+    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def _kind(graph: torch.fx.Graph) -> str:
