@@ -2,12 +2,13 @@
 
 import copy
 import functools
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import ROOT, device, run_fresh, run_ranks
+from ranks import ROOT, TORCHRUN, device, run_fresh, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -126,6 +127,65 @@ def layer_draws(group):
 
 def test_a_layer_is_the_plain_one_of_the_same_seed():
     run_ranks(layer_draws, 2)
+
+
+@on_device
+def handled(group):
+    """What is done to layers and to linear layers under a style: drawn again, saved, cast, frozen; and without gradients."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    # drawn again, after nothing was there
+    torch.manual_seed(1)
+    drawn = [nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, 2 * INNER), nn.Linear(INNER, HIDDEN)]
+    empty = [
+        fluxlike.nn.ColumnParallelLinear(HIDDEN, [INNER, 2 * INNER], group=group, device="meta").to_empty(device=device()),
+        fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group, device="meta").to_empty(device=device()),
+    ]
+    torch.manual_seed(1)
+    for layer in empty:
+        layer.reset_parameters()
+    want = [*(linear.weight.chunk(size)[rank] for linear in drawn[:2]), *(linear.bias.chunk(size)[rank] for linear in drawn[:2])]
+    want += [drawn[2].weight.chunk(size, 1)[rank], drawn[2].bias]
+    for got, part in zip((p for layer in empty for p in layer.parameters()), want, strict=True):
+        assert torch.equal(got, part) and got.requires_grad
+    style = parallel(Feed().to("meta"), mesh).to_empty(device=device())
+    for layer in (style.gate, style.up, style.down):
+        layer.reset_parameters()
+        assert all(p.to_local().isfinite().all() for p in layer.parameters())
+    # whole states, of the plain model and back; of a layer this rank's part
+    whole, whole_state = model(), StateDictOptions(full_state_dict=True)
+    torch.manual_seed(7)
+    theirs = Feed().state_dict()
+    set_model_state_dict(style, dict(theirs), options=whole_state)  # which puts DTensors into it
+    whole.load_state_dict(theirs)
+    for name, t in get_model_state_dict(style, options=whole_state).items():
+        assert rank or torch.equal(t, theirs[name].cpu()), name  # rank 0 has it
+    sharded, other = Sharded(whole, group, 1, False), Sharded(model(), group, 1, False)
+    other.load_state_dict(sharded.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        other.down.load_state_dict(whole.down.state_dict())
+    # without gradients, in another dtype, frozen
+    x = torch.randn(2, 4 * size, HIDDEN, generator=torch.Generator(device()).manual_seed(2))
+    shard = x.chunk(size, 1)[rank]
+    for ours in (style, other):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                close(ours(shard), whole(x).chunk(size, 1)[rank], mode.__name__)
+        half, right = copy.deepcopy(ours).to(torch.bfloat16), copy.deepcopy(whole).to(torch.bfloat16)
+        y = right(x.bfloat16()).chunk(size, 1)[rank]
+        torch.testing.assert_close(half(shard.bfloat16()), y, rtol=2e-2, atol=2e-2)
+        ours.requires_grad_(False)
+        leaf, plain = shard.clone().requires_grad_(), x.clone().requires_grad_()
+        ours(leaf).sum().backward()
+        whole(plain).sum().backward()
+        close(leaf.grad, plain.grad.chunk(size, 1)[rank], "frozen")
+        assert all(p.grad is None and not p.requires_grad for p in ours.parameters())
+
+
+def test_what_is_done_to_layers():
+    run_ranks(handled, 2)
 
 
 def parallel(whole: Feed, mesh: DeviceMesh, dim: int = 1, local: bool = True, shared: bool = False) -> Feed:
@@ -325,6 +385,19 @@ def refused(group):
         ("out_features=5 is not a multiple of the 2 ranks", lambda: layers.ColumnParallelLinear(8, 2 * size + 1, group=group)),
         ("out_features=5 is not a multiple", lambda: layers.ColumnParallelLinear.from_linear(linear, group=group)),
         ("in_features=5 is not a multiple of the 2 ranks", lambda: layers.RowParallelLinear(2 * size + 1, 8, group=group)),
+        ("0 layers with in_features", lambda: layers.ColumnParallelLinear(8, [], group=group)),
+        ("0 layers with in_features", lambda: layers.ColumnParallelLinear.from_linear(group=group)),
+        ("2 layers with in_features [8, 4]", lambda: layers.ColumnParallelLinear.from_linear(
+            nn.Linear(8, size), nn.Linear(4, size), group=group)),
+        ("is not a process group that this rank is in", lambda: layers.ColumnParallelLinear(8, size, group=mesh)),
+        ("is not a process group that this rank is in", lambda: layers.RowParallelLinear(
+            size, 8, group=dist.GroupMember.NON_GROUP_MEMBER)),
+        ("sequence_dim=-2 is not a dimension", lambda: layers.ColumnParallelLinear(8, size, group=group, sequence_dim=-2)),
+        ("sequence_dim='1' is not a dimension", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim="1")),
+        ("and sequence_dim=3", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim=3)(torch.randn(2, 2, 1))),
+        ("x torch.float32; they must be the same", lambda: column.bfloat16()(torch.randn(2, 2, 2 * size))),
+        ("their second sizes (K) must be equal", lambda: column.float()(torch.randn(2, 2, 2 * size + 1))),
+        ("the mesh has 2 dimensions", lambda: colwise._apply(nn.Linear(8, 8), types.SimpleNamespace(ndim=2))),
         ("some of the layers have a bias", lambda: layers.ColumnParallelLinear.from_linear(
             nn.Linear(8, size), nn.Linear(8, size, bias=False), group=group)),
         ("out_features=5 is not a multiple", lambda: parallelize_module(nn.Linear(8, 5), mesh, colwise)),
@@ -367,6 +440,13 @@ def refused(group):
 
 def test_errors():
     run_ranks(refused, 2)
+
+
+@pytest.mark.skipif(TORCHRUN, reason="the ranks have called init")
+def test_layers_before_init():
+    for make in (fluxlike.nn.ColumnParallelLinear, fluxlike.nn.RowParallelLinear):
+        with pytest.raises(RuntimeError, match=r"call fluxlike.init\(\) on every rank first"):
+            make(8, 8)
 
 
 @on_device

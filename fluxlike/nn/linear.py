@@ -129,7 +129,14 @@ class _Layer(InGroup):
     def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
         super().__init__()
         self.group = group if group is not None else world.current().group
-        world.check_group(self.group)
+        name = type(self).__name__
+        if not isinstance(self.group, dist.ProcessGroup):
+            raise ValueError(
+                f"{name}: group={group!r} is not a process group that this rank is in; pass that of tensor parallelism, as "
+                'mesh["tp"].get_group(), or None for the one given to fluxlike.init'
+            )
+        if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool) or sequence_dim < 0:
+            raise ValueError(f"{name}: sequence_dim={sequence_dim!r} is not a dimension of the input, counted from 0")
         self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
         self.sequence_dim = sequence_dim
 
@@ -139,6 +146,9 @@ class _Layer(InGroup):
     def _part(self, t: torch.Tensor, dim: int) -> nn.Parameter:
         part = t.detach().chunk(self.tp_size, dim)[self.tp_rank]
         return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=t.requires_grad)
+
+    def _fill(self, parameter: nn.Parameter, whole: torch.Tensor, dim: int) -> None:
+        parameter.data.copy_(self._part(whole, dim))
 
 
 class ColumnParallelLinear(_Layer):
@@ -153,7 +163,8 @@ class ColumnParallelLinear(_Layer):
             memory; by default the shard is kept.
 
     Parameters: ``weights`` and ``biases``, this rank's rows [out_features / R, in_features] and [out_features / R] for each of
-    out_features. They are drawn as nn.Linear draws the whole ones: with one seed on all ranks the layer is that nn.Linear.
+    out_features. They are drawn as nn.Linear draws the whole ones: with one seed on all ranks the layer is that nn.Linear. A
+    state_dict has this rank's part; `from_linear` takes whole layers.
     """
 
     def __init__(
@@ -188,12 +199,26 @@ class ColumnParallelLinear(_Layer):
         return self
 
     def _take(self, linears: Sequence[nn.Linear], several: bool, save_gathered: bool) -> None:
+        inputs = [linear.in_features for linear in linears]
+        if len(set(inputs)) != 1:
+            raise ValueError(
+                f"ColumnParallelLinear: {len(linears)} layers with in_features {inputs}; give one layer or more, all with the same "
+                "in_features, as they share their input"
+            )
         self.in_features, self.out_features = linears[0].in_features, tuple(linear.out_features for linear in linears)
         self.several, self.save_gathered = several, save_gathered
         self.weights = nn.ParameterList([self._part(linear.weight, 0) for linear in linears])
         self.biases = nn.ParameterList([self._part(linear.bias, 0) for linear in linears if linear.bias is not None])
         if len(self.biases) not in (0, len(linears)):
             raise ValueError("ColumnParallelLinear: some of the layers have a bias and some have none; give them all one, or none")
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew as nn.Linear draws the whole ones, from one seed on all ranks."""
+        for i, (size, weight) in enumerate(zip(self.out_features, self.weights, strict=True)):
+            whole = nn.Linear(self.in_features, size, len(self.biases) > 0, device=weight.device, dtype=weight.dtype)
+            self._fill(weight, whole.weight, 0)
+            if whole.bias is not None:
+                self._fill(self.biases[i], whole.bias, 0)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
@@ -218,7 +243,7 @@ class RowParallelLinear(_Layer):
         group, sequence_dim: as of ColumnParallelLinear.
 
     Parameters: ``weight`` [out_features, in_features / R] and ``bias`` [out_features], the same on all ranks: it is added once, and
-    every rank gets its whole gradient. They are drawn as nn.Linear draws the whole ones.
+    every rank gets its whole gradient. They are drawn as nn.Linear draws the whole ones. A state_dict has this rank's part.
     """
 
     def __init__(
@@ -252,6 +277,14 @@ class RowParallelLinear(_Layer):
         self.weight = self._part(linear.weight, 1)
         bias = linear.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew as nn.Linear draws the whole ones, from one seed on all ranks."""
+        weight = self.weight
+        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype)
+        self._fill(weight, whole.weight, 1)
+        if self.bias is not None:
+            self.bias.data.copy_(whole.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
