@@ -376,7 +376,7 @@ def test_training():
 
 
 def forwards(group):
-    """When ids go ahead: not in evaluation; once a gradient; without what is padding."""
+    """When ids go ahead: not in evaluation; once a gradient; without what is padding; not if there are no such rows."""
     table = fluxlike.nn.Embedding(9, 2, 8, group, padding_idx=3, device=device())
     ids = torch.tensor([1, 3, 2, 3], device=device())
     with torch.no_grad():
@@ -391,7 +391,29 @@ def forwards(group):
     assert table.context._pending.ids.tolist() == [1, 2]
     x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
     assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
+    table.eval()(ids)  # as one rank alone may do it
+    assert table.context._pending is None
+    table.train()
+    if device().type == "cpu":  # GPUs do not survive it
+        with pytest.raises(IndexError):
+            table(torch.tensor([1, 9]))
+        assert table.context._pending is None
+    # no ids on one rank; many dimensions, and only padding; two forward passes before one backward pass
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    many = torch.tensor([[8, 3], [0, 8], [5, 3]], device=device())
+    for given in ([many.T if rank else many[:0]], [many if rank else many[:, :0] + 3], [ids[:2], many[::2].int()]):
+        table.weight.grad = None
+        sum(table(each).sum() for each in given).backward()
+        assert (table.context._pending is None) == (len(given) > 1)
+        right = table.weight.grad.to_dense()
+        dist.all_reduce(right, group=group)
+        x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+        assert torch.equal(x.to_dense(), right / size)
+    with pytest.raises(ValueError, match="9 ids are more than max_ids=8; make the Embedding with a larger max_ids"):
+        table(torch.arange(9, device=device()).where(torch.arange(9, device=device()) != 3, 0))
     table.close()
+    with pytest.raises(ValueError, match="max_nnz=0: all sizes must be whole numbers above 0"):
+        fluxlike.nn.Embedding(9, 2, 0, group, device=device())
 
 
 def test_embedding():

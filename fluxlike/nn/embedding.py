@@ -15,22 +15,28 @@ class Embedding(nn.Embedding):
 
     A forward pass that will have a gradient begins the exchange of its ids, beside what follows; the hook then sends values only.
     If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), ids go
-    with the values. Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back.
+    with the values, as they do in evaluation (``eval``), where nothing begins and a rank may be alone. Making it is collective over
+    ``group``, and needs fluxlike.init; `close` gives its memory back.
     """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, max_ids: int, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        """``max_ids``: ids of a rank's gradient at most. ``options``: those of torch.nn.Embedding, but ``sparse``."""
+        """``max_ids``: ids of a rank's gradient at most. ``options``: those of torch.nn.Embedding, but ``sparse``.
+
+        Raises ValueError on all ranks if one passes sizes or a dtype that are not legal, or other ones than the rest.
+        """
         super().__init__(num_embeddings, embedding_dim, sparse=True, **options)
         self.context = create_sparse_all_reduce_context(self.weight.shape, max_ids, self.weight.dtype, group)
         setattr(self.weight, CONTEXT, self.context)
         self._started_for = -1
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and self.weight.requires_grad and not self.context.closed:
+        """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
+        rows = super().forward(ids)  # first, as it checks the ids
+        if self.training and torch.is_grad_enabled() and self.weight.requires_grad and not self.context.closed:
             self._start(ids)
-        return super().forward(ids)
+        return rows
 
     def _start(self, ids: torch.Tensor) -> None:
         calls = self.context.stats["calls"]
@@ -38,6 +44,9 @@ class Embedding(nn.Embedding):
         if self._started_for != calls:  # the first forward pass since the last gradient was reduced
             self._started_for = calls
             kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
+            if kept.numel() > self.context.rows:
+                message = f"{kept.numel()} ids are more than max_ids={self.context.rows}; make the Embedding with a larger max_ids"
+                self.context.refuse(message, entries=kept.numel(), more_than=self.context.rows)
             self.context.start_indices(kept)
 
     def close(self) -> None:
