@@ -401,10 +401,10 @@ def forwards(group):
     # no ids on one rank; many dimensions, and only padding; two forward passes before one backward pass
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     many = torch.tensor([[8, 3], [0, 8], [5, 3]], device=device())
-    for given in ([many.T if rank else many[:0]], [many if rank else many[:, :0] + 3], [ids[:2], many[::2].int()]):
+    for batches in ([many.T if rank else many[:0]], [many if rank else many[:, :0] + 3], [ids[:2], many[::2].int()]):
         table.weight.grad = None
-        sum(table(each).sum() for each in given).backward()
-        assert (table.context._pending is None) == (len(given) > 1)
+        sum(table(each).sum() for each in batches).backward()
+        assert (table.context._pending is None) == (len(batches) > 1)
         right = table.weight.grad.to_dense()
         dist.all_reduce(right, group=group)
         x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
