@@ -1,5 +1,6 @@
 """`tools.turns`: how ways take turns, and what is written of them; and what tutorial 8 writes."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_fresh
 
+import fluxlike
 from fluxlike.tools import turns
 
 ROOT = Path(__file__).parent.parent
@@ -64,6 +67,22 @@ def tutorial(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def prefilled(group):
+    fluxlike.init(heap="shm")
+    try:
+        prefill = tutorial("11_prefill_70b")
+        return prefill.main(argparse.Namespace(**prefill.CPU, out=None))
+    finally:
+        fluxlike.finalize()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tutorial would take the sizes for GPUs")
+def test_tutorial_11_on_two_ranks():
+    """Where two of its weights have one shape, one gathers and the other scatters."""
+    assert [outcome.value for outcome in run_fresh(prefilled, 2)] == [0, 0]
 
 
 def test_what_tutorial_8_takes_for_wrong():

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,16 +116,17 @@ def async_tp() -> Way:
     )
 
 
-def ours(args: argparse.Namespace, contexts: dict[tuple[int, ...], object]) -> Way:
-    """The contexts, by the shape of the weight."""
+def ours(args: argparse.Namespace, contexts: dict[str, Any]) -> Way:
+    """``contexts``: gets one for each product, by its name. A call finds its own by the shape of the weight."""
     ranks, m, of = dist.get_world_size(), args.tokens, shapes(args, dist.get_world_size())
     for name in ("qkv", "gate_up"):
-        contexts[of[name]] = fluxlike.create_ag_gemm_context(m, ranks * of[name][0], args.hidden, dtype=DTYPE)
+        contexts[name] = fluxlike.create_ag_gemm_context(m, ranks * of[name][0], args.hidden, dtype=DTYPE)
     for name in ("o", "down"):
-        contexts[of[name]] = fluxlike.create_gemm_rs_context(m, args.hidden, ranks * of[name][1], dtype=DTYPE)
+        contexts[name] = fluxlike.create_gemm_rs_context(m, args.hidden, ranks * of[name][1], dtype=DTYPE)
+    columns, rows = ({of[name]: contexts[name] for name in names} for names in (("qkv", "gate_up"), ("o", "down")))
     return Way(
-        lambda x, weight: fluxlike.ag_gemm(x, weight, contexts[tuple(weight.shape)]),
-        lambda x, weight: fluxlike.gemm_rs(x, weight, contexts[tuple(weight.shape)]),
+        lambda x, weight: fluxlike.ag_gemm(x, weight, columns[tuple(weight.shape)]),
+        lambda x, weight: fluxlike.gemm_rs(x, weight, rows[tuple(weight.shape)]),
     )
 
 
@@ -166,16 +167,18 @@ def main(args: argparse.Namespace) -> int:
     say = print if rank == 0 else lambda *_: None
     if args.kv_heads % ranks or args.tokens % ranks or args.inner % ranks:
         raise SystemExit(f"{ranks} ranks: {args.kv_heads} heads, {args.tokens} tokens and {args.inner} must be multiples of that")
+    if args.layers < 1 and not cuda:
+        raise SystemExit("--layers 0 is as many as a GPU has memory for; without GPUs give a number above 0")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     x, layers = make(args, device)
-    contexts: dict = {}
+    contexts: dict[str, Any] = {}
     ways = {"torch": in_torch(), "ours": ours(args, contexts)}
     if cuda:
         ways["async TP"] = async_tp()
     else:
         say("torch's async TP needs GPUs: left out")
     found = errors(ways, layers, args, x)
-    paths = {name: contexts[shape].last_path for name, shape in shapes(args, ranks).items()}
+    paths = {name: ctx.last_path for name, ctx in contexts.items()}
     say(f"{args.layers} layers, {args.tokens} tokens, {ranks} ranks; ours by " + ", ".join(f"{n}: {p}" for n, p in paths.items()))
     calls = {name: partial(forward, way, layers, args, x) for name, way in {**ways, "no transfer": no_transfer(args, x)}.items()}
     rounds = turns.in_turns(calls, args.rounds)
