@@ -18,7 +18,9 @@ partial sums of the others have arrived by then, are added in fp32 in a fixed or
     signal (B): `finish`, the call's slots are read     --->  wait (B): `wait_credits`, before the slots are written again
 
 `--schedule copy_engine` lets the GPU's copy engines carry the chunks beside the kernel, `in_kernel` stores the tiles to the
-peer from the kernel itself, `auto` decides by size; `ctx.last_path` says which one ran. kernels/gemm_rs.py has the details.
+peer from the kernel itself. `auto` decides by size, and may also leave the product to torch (cuBLAS), in one piece for few rows or
+a chunk at a time. `ctx.last_path` says which it was and who multiplied: …/tma and …/pointer are the kernel's two ways to load its
+operands, …/torch is torch. kernels/gemm_rs.py has the details.
 
 The checks: with integers so small that every sum is exact, every bit must agree; with random numbers, the error against fp64
 may be at most 1.5 times that of torch's own path; on repeats no bit may change, whichever rank is late.
@@ -31,6 +33,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +58,7 @@ def unfused(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y[: rows_of(m, size, dist.get_rank())]
 
 
-def is_exact(x: torch.Tensor, w: torch.Tensor, k: int, ctx: object) -> bool:
+def is_exact(x: torch.Tensor, w: torch.Tensor, k: int, ctx: Any) -> bool:
     """±1 in w, and so few ±1 in x (0 elsewhere) that no sum of K products leaves what 16 bits hold exactly."""
     x, w = torch.sign(x) * (torch.rand_like(x, dtype=torch.float32) < 1300 / k), torch.sign(w)
     return torch.equal(fluxlike.gemm_rs(x, w, ctx), fluxlike.reference.gemm_rs(x, w))
@@ -93,6 +96,11 @@ def milliseconds(calls: list[Callable[[], torch.Tensor]], iters: int) -> list[fl
     return slowest.tolist()
 
 
+def path(ctx: Any) -> str:
+    """How the last call was made, and by whom: torch multiplies where the path ends with its name."""
+    return f"path {ctx.last_path}, {'torch' if ctx.last_path.endswith('/torch') else 'fluxlike'} multiplied"
+
+
 def main(args: argparse.Namespace) -> int:
     m, n, k, rank, size = args.m, args.n, args.k, dist.get_rank(), dist.get_world_size()
     faults = []
@@ -103,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
         x, w = torch.randn(m, part, **make), torch.randn(n, part, **make)
         y = fluxlike.gemm_rs(x, w, ctx)  # <- all that a model would have to write
         if rank == 0:
-            print(f"{size} ranks, x {list(x.shape)} · weight {list(w.shape)}ᵀ -> y {list(y.shape)}, path {ctx.last_path}")
+            print(f"{size} ranks, x {list(x.shape)} · weight {list(w.shape)}ᵀ -> y {list(y.shape)}, {path(ctx)}")
         if not args.no_check:
             if not is_exact(x, w, k, ctx):
                 faults.append("integers are not exact")
@@ -118,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
             fused, two_steps = milliseconds([lambda: fluxlike.gemm_rs(x, w, ctx), lambda: unfused(x, w)], args.iters)
             if rank == 0:
                 work = 2e-9 * m * n * k / size  # so that work / ms is TFLOP/s of each GPU
-                print(f"fluxlike      {fused:8.3f} ms  {work / fused:6.1f} TFLOP/s a GPU, path {ctx.last_path}")
+                print(f"fluxlike      {fused:8.3f} ms  {work / fused:6.1f} TFLOP/s a GPU, {path(ctx)}")
                 print(f"torch + NCCL  {two_steps:8.3f} ms  {work / two_steps:6.1f} TFLOP/s a GPU")
                 print(f"speed-up      {two_steps / fused:8.3f} ×")
         elif rank == 0:

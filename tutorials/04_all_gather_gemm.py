@@ -22,7 +22,7 @@ Nothing is lost that the two steps offer:
 
 Where the rows do not divide evenly, ranks hold them as torch.chunk splits them, and `m` says how many there are in all. The
 last rank may have fewer rows than the others, or none. kernels/ag_gemm.py has the protocol with all details. The checks are
-those of tutorial 3.
+those of tutorial 3, which also says what a path is.
 
 Run: bash scripts/launch.sh tutorials/04_all_gather_gemm.py [--m 16384 --n 49152 --k 12288] [--schedule in_kernel] …
 M, N and K are those of the whole problem, and may be any.
@@ -93,6 +93,11 @@ def milliseconds(calls: list[Callable[[], Any]], iters: int) -> list[float]:
     return slowest.tolist()
 
 
+def path(ctx: Any) -> str:
+    """How the last call was made, and by whom: torch multiplies where the path ends with its name."""
+    return f"path {ctx.last_path}, {'torch' if ctx.last_path.endswith('/torch') else 'fluxlike'} multiplied"
+
+
 def main(args: argparse.Namespace) -> int:
     m, n, k, rank, size = args.m, args.n, args.k, dist.get_rank(), dist.get_world_size()
     faults = []
@@ -102,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         x, w = torch.randn(rows_of(m, size, rank), k, **make), torch.randn(rows_of(n, size, rank), k, **make)
         z, gathered = fluxlike.ag_gemm(x, w, ctx, m=m, return_gathered=True)
         if rank == 0:
-            print(f"{size} ranks, x {list(x.shape)}, weight {list(w.shape)} -> z {list(z.shape)}, path {ctx.last_path}")
+            print(f"{size} ranks, x {list(x.shape)}, weight {list(w.shape)} -> z {list(z.shape)}, {path(ctx)}")
         if not args.no_check:
             if not is_exact(x, w, m, ctx):
                 faults.append("integers are not exact")
@@ -118,7 +123,7 @@ def main(args: argparse.Namespace) -> int:
             fused, two_steps = milliseconds(calls, args.iters)
             if rank == 0:
                 work = 2e-9 * m * n * k / size  # so that work / ms is TFLOP/s of each GPU
-                print(f"fluxlike      {fused:8.3f} ms  {work / fused:6.1f} TFLOP/s a GPU, path {ctx.last_path}")
+                print(f"fluxlike      {fused:8.3f} ms  {work / fused:6.1f} TFLOP/s a GPU, {path(ctx)}")
                 print(f"torch + NCCL  {two_steps:8.3f} ms  {work / two_steps:6.1f} TFLOP/s a GPU")
                 print(f"speed-up      {two_steps / fused:8.3f} ×")
         elif rank == 0:

@@ -13,7 +13,7 @@ torch's pass knows fewer forms of gather and scatter than AsyncTP. So that it fi
 
 What is told of each way: the collectives that are left in the graphs of the forward and the backward of a step, and of a forward
 without gradients; and the times of a step and of such a forward, in turn (`fluxlike.tools.turns`), medians of the slowest rank,
-over the number of layers.
+over the number of layers. And what AsyncTP says of itself: what it found in each graph, and what it replaced.
 
 The check: results and gradients against the same model in a wider dtype, uncompiled. Their errors may be 1.5 times those of the
 model uncompiled in its own dtype, and AsyncTP must leave no collective. On the CPU heap a toy takes a step in float32, on graphs
@@ -191,6 +191,7 @@ def main(args: argparse.Namespace) -> int:
         faults += [f"{name} is off by {worst:.3g} times what the model uncompiled is"] * (not worst <= ALLOWED)
     if any(left["AsyncTP"]) or (ranks > 1 and not all(left["plain"])):
         faults.append(f"AsyncTP leaves {left['AsyncTP']} of {left['plain']} collectives")
+    say(str(options["AsyncTP"]["post_grad_custom_pre_pass"]))
     kinds = {"step": lambda run: partial(trained, run, model, x, dy)}
     if cuda:
         kinds["forward"] = lambda run: partial(forward, run, x)
