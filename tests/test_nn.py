@@ -377,6 +377,10 @@ def refused(group):
     column, row = (kind(2 * size, 2 * size, group=group) for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear))
     colwise, rowwise = layers.ColwiseParallel(), layers.RowwiseParallel()
 
+    def uneven(x):
+        whole = DTensor.from_local(x, mesh, [Replicate()])
+        return parallelize_module(nn.Linear(8, 2 * size), mesh, colwise)(whole.redistribute(mesh, [Shard(1)]))
+
     class Odd(nn.Linear):
         def forward(self, x):
             return -super().forward(x)
@@ -408,6 +412,7 @@ def refused(group):
         ("torch.distributed.tensor.parallel.RowwiseParallel", lambda: layers.RowwiseParallel(output_layouts=Shard(-1))),
         ("is not Shard(-1), the features", lambda: layers.RowwiseParallel(input_layouts=Replicate())),
         ("the sequence, is not a multiple of the 2 ranks", lambda: row(torch.randn(2, 2 * size + 1, 2))),
+        ("the sequence, is not a multiple of the 2 ranks", lambda: uneven(torch.randn(2, 2 * size + 1, 8))),
         ("one before the last", lambda: column(torch.randn(2 * size))),
         ("this rank holds", lambda: column(torch.randn(3, 2 * size), m=100)),
         ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linear import InGroup, check_divides, column_forward, local, row_forward
+from .linear import InGroup, check_divides, check_sequence, column_forward, local, row_forward
 
 
 class _Style(ParallelStyle):
@@ -148,11 +148,12 @@ class _Colwise(_Linear):
 
     def products(self, x: torch.Tensor, layers: Sequence["_Colwise"]) -> list[torch.Tensor]:
         """Of one gather of x, which is laid out as this layer's input."""
-        dim = self._dim(x)
-        m = x.shape[0] if isinstance(x, DTensor) and x.dim() == 2 else None
+        name, dim, m = "fluxlike.nn.ColwiseParallel", self._dim(x), None
+        if isinstance(x, DTensor):
+            check_sequence(name, x, dim, self.tp_mesh.size())
+            m = x.shape[0] if x.dim() == 2 else None
         x = self._input(x, Shard(dim))
         weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
-        name = "fluxlike.nn.ColwiseParallel"
         zs = column_forward(name, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
         return [
             self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], layer.weight.shape[0]))
