@@ -1,6 +1,7 @@
 """sparse_all_reduce: bit by bit against the reference; ids of all kinds, dtypes, modes, contexts, many calls; training."""
 
 import contextlib
+import copy
 import functools
 
 import pytest
@@ -391,6 +392,8 @@ def forwards(group):
     assert table.context._pending.ids.tolist() == [1, 2]
     x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
     assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
+    with pytest.raises(TypeError, match="cannot be copied or pickled; make another one, and load the state_dict of this one"):
+        copy.deepcopy(table)
     table.eval()(ids)  # as one rank alone may do it
     assert table.context._pending is None
     table.train()

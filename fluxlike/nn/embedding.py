@@ -49,6 +49,12 @@ class Embedding(nn.Embedding):
                 self.context.refuse(message, entries=kept.numel(), more_than=self.context.rows)
             self.context.start_indices(kept)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "fluxlike.nn.Embedding: it has memory that the ranks share, so it cannot be copied or pickled; make another one, and "
+            "load the state_dict of this one"
+        )
+
     def close(self) -> None:
         """Give the memory back; collective."""
         self.context.close()
