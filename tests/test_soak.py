@@ -27,6 +27,7 @@ from fluxlike.tools.soak_plan import CPU, GPU, Signature
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = range(3)
+KINDS = soak_plan.kinds(0)
 
 
 # the plan
@@ -53,29 +54,33 @@ def test_groups():
 def test_the_pool_has_some_of_everything(profile, seed):
     pool = soak_plan.signatures(seed, 4, profile)
     assert [s.index for s in pool] == list(range(len(pool)))
-    kinds = set(itertools.product(range(3), soak_plan.OPS, soak_plan.SCHEDULES))
+    kinds = {(place, *kind) for place in range(3) for kind in soak_plan.kinds(place)}
+    assert {op for _, op, _ in kinds} == set(soak_plan.OPS) and {kind[1:] for kind in kinds} == set(KINDS)
     assert {(s.place, s.op, s.schedule) for s in pool} == kinds
     assert {s.dtype for s in pool} == set(soak_plan.DTYPES)
     for name in ("bias", "transposed", "uneven"):
-        for op in soak_plan.OPS:
+        for op in soak_plan.OVERLAPPED:
             assert {getattr(s, name) for s in pool if s.op == op} == {True, False}, name
+        assert not any(getattr(s, name) for s in pool if s.op in soak_plan.COLLECTIVES)
     ag = [s for s in pool if s.op == "ag_gemm"]
     assert {s.weights for s in ag} == {1, 2, 3} and {s.gathered for s in ag} == {True, False}
+    assert {s.reduction for s in pool if s.op in ("all_reduce", "reduce_scatter", "reduce")} == {"sum", "avg", "max"}
+    assert {s.reduction for s in pool if s.op in ("gemm_rs", "gemm_ar", "all_gather", "broadcast")} == {"sum"}
     assert any(s.m < 4 for s in pool), "no call leaves a rank without rows"
     assert any(s.m % 4 and s.m > MIN_TILE for s in pool) and any(s.n % 16 for s in pool)
     graphed = {(s.place, s.op, s.schedule) for s in pool if s.graphed}
     assert graphed == (kinds if profile is GPU else set())
     if profile is GPU:
         large = [s for s in pool if s.m * s.n * s.k >= 8192 * 4096 * 14336]
-        assert {s.op for s in large} == set(soak_plan.OPS) and all(s.dtype == "bfloat16" and s.place == 0 for s in large)
+        assert {s.op for s in large} == set(soak_plan.OVERLAPPED) and all(s.dtype == "bfloat16" and s.place == 0 for s in large)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_steps_have_some_of_everything(seed):
-    pool, steps = soak_plan.signatures(seed, 4, GPU), [step for burst in bursts(seed, 500) for step in burst.steps]
+    pool, steps = soak_plan.signatures(seed, 4, GPU), [step for burst in bursts(seed, 2000) for step in burst.steps]
     assert [step.number for step in steps] == list(range(len(steps)))
     kinds = {(s.signature.op, s.signature.schedule, s.mode) for s in steps}
-    assert kinds == set(itertools.product(soak_plan.OPS, soak_plan.SCHEDULES, soak_plan.MODES))
+    assert kinds == {(*kind, mode) for kind in KINDS for mode in soak_plan.MODES}
     repeated = {(s.signature.index, s.data) for s in steps}
     assert repeated == set(itertools.product(range(len(pool)), range(GPU.data)))
     assert {s.delay for s in steps} == set(GPU.delays) and {s.load for s in steps} == set(GPU.loads)
@@ -97,7 +102,7 @@ def test_contexts_are_large_enough_and_all_are_made_again():
     pool = soak_plan.signatures(1, 4, GPU)
     sizes = soak_plan.context_sizes(pool)
     for s in pool:
-        if s.schedule == "kept":
+        if s.schedule == "kept" or s.op in soak_plan.COLLECTIVES:
             assert s.context is None
         else:
             assert all(size >= need for size, need in zip(sizes[s.context], (s.m, s.n, s.k), strict=True))
@@ -162,7 +167,11 @@ def judged(group, signature, change):
     control = world.current().control_of(group)
     operands = soak_check.Operands(signature, control.size, control.rank, torch.device("cpu"))
     operands.fill(torch.Generator(), 7 + control.rank)
-    if signature.op == "gemm_rs":
+    if signature.op in soak_plan.COLLECTIVES:
+        results = soak_check.call(signature, operands, None, group, None)
+    elif signature.op == "gemm_ar":
+        results = [fluxlike.gemm_ar(operands.x, operands.weights[0], bias=operands.biases[0], group=group)]
+    elif signature.op == "gemm_rs":
         results = [fluxlike.reference.gemm_rs(operands.x, operands.weights[0], bias=operands.biases[0], group=group)]
     else:
         zs, gathered = fluxlike.reference.ag_gemm(
@@ -171,6 +180,7 @@ def judged(group, signature, change):
         results = [*zs, gathered]
     if change and control.rank == control.size - 1:
         which, value = change
+        assert results[which].numel()
         results[which][-1, -1] += value
     error, allowed, largest, most = soak_check.judge(signature, operands, results, control, 1)
     return error <= allowed and largest <= most
@@ -178,6 +188,12 @@ def judged(group, signature, change):
 
 CHANGES = ((RS, None, True), (RS, (0, 1.0), False), (RS, (0, math.nan), False))
 CHANGES += ((AG, None, True), (AG, (0, 1.0), False), (AG, (1, math.inf), False), (AG, (2, 0.01), False))
+
+PLAIN = replace(RS, index=1, schedule="auto", bias=False, transposed=False)
+OTHERS = (replace(RS, op="gemm_ar"), *(replace(PLAIN, op=op) for op in soak_plan.COLLECTIVES))
+OTHERS += tuple(replace(PLAIN, op=op, reduction=how) for op in ("all_reduce", "reduce_scatter", "reduce") for how in ("avg", "max"))
+for other in (*OTHERS, replace(PLAIN, op="all_reduce", weights=3)):
+    CHANGES += ((other, None, True), (other, (other.weights - 1, 0.5), False))
 
 
 @pytest.mark.parametrize(("signature", "change", "right"), CHANGES)
@@ -312,7 +328,7 @@ def one_bit(y):
 
 
 def wrong_bit(run):
-    after(1 + 2 * len(soak_plan.SCHEDULES), one_bit)  # behind the first two of each kind
+    after(1 + len(soak_plan.SCHEDULES), one_bit)  # behind the warm-up
 
 
 def wrong_from_the_start(run):
@@ -364,7 +380,7 @@ def values(outcomes):
 
 
 def test_a_wrong_bit_is_found_and_told_with_its_step():
-    (status, said, failures), (other, silence, theirs) = values(ranks.run_fresh(small_run, 2, sabotage=wrong_bit, timeout=120))
+    (status, said, failures), (other, silence, theirs) = values(ranks.run_fresh(small_run, 2, sabotage=wrong_bit))
     assert status == other == 1 and failures == theirs and failures
     first = failures[0]
     assert first["ranks"].keys() == {1} and first["step"]["signature"]["op"] == "gemm_rs" and first["step"]["number"] >= 0
@@ -384,7 +400,7 @@ def test_a_result_that_is_always_wrong_is_found_by_the_reference():
 
 @pytest.mark.slow
 def test_what_grows_is_a_failure():
-    (status, said, failures), (other, *_) = values(ranks.run_fresh(small_run, 2, sabotage=leaks, count=8, timeout=120))
+    (status, said, failures), (other, *_) = values(ranks.run_fresh(small_run, 2, sabotage=leaks, count=14))
     assert status == other == 1 and not failures
     grown = {"file descriptors": "1", "threads": "", "heap in use MiB": ""}  # the threads are those of the contexts
     assert said.endswith(f"failures 0, grown: {', '.join(grown)}\n"), said
@@ -395,7 +411,7 @@ def test_what_grows_is_a_failure():
 
 def counted(said):
     """{operation and schedule: calls of each mode, and of all} of a table."""
-    rows = [line.split() for line in said.splitlines() if line.startswith(("gemm_rs", "ag_gemm"))]
+    rows = [line.split() for line in said.splitlines() if line.startswith(tuple(soak_plan.OPS))]
     return {(row[0], row[1]): [int(number) for number in row[2:]] for row in rows}
 
 
@@ -412,13 +428,14 @@ def test_a_run_without_a_fault(size, cuda, count):
         assert status == 0 and not failures, said
         if rank == 0:
             table = counted(said)
-            for kind in itertools.product(soak_plan.OPS, soak_plan.SCHEDULES):
+            assert table.keys() == set(KINDS)
+            for kind in KINDS:
                 calls = [
                     sum(s.calls for s in steps if (s.signature.op, s.signature.schedule) == kind and s.mode in modes)
                     for modes in (*([mode] for mode in (sorted(soak_plan.MODES) if cuda else ["eager"])), soak_plan.MODES)
                 ]
                 assert table[kind] == calls, said
-            graphs = len(soak_plan.OPS) * len(soak_plan.SCHEDULES) if cuda else 0
+            graphs = len(KINDS) if cuda else 0
             assert f"{graphs} graphs" in said and "memory was not judged" in said
 
 
@@ -472,6 +489,6 @@ def test_from_the_command_line(tmp_path):
     assert read["environment"]["command"].startswith("python -m fluxlike soak --minutes 0.05")
     assert read["compared_bitwise"] == read["calls"] == sum(read["calls_by_kind"].values()) > 0
     assert read["launches"] >= 2 * read["calls"] and read["compared_with_reference"] >= 1
-    kinds = len(soak_plan.OPS) * len(soak_plan.SCHEDULES)
+    kinds = len(KINDS)
     assert read["warm_up"]["calls"] == 2 * kinds and read["warm_up"]["judged"] == kinds
     assert done.stdout.rstrip().endswith("soak-R2.json") and "\nfailures 0\n" in done.stdout

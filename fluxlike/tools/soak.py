@@ -101,9 +101,12 @@ class Soak:
         return self.rank in self.members[place]
 
     def make_context(self, key: soak_plan.ContextKey) -> None:
-        place, op, schedule, dtype = key
-        create = getattr(fluxlike, f"create_{op}_context")
-        self.contexts[key] = create(*self.sizes[key], dtype=getattr(torch, dtype), group=self.groups[place], schedule=schedule)
+        place, op, schedule, name = key
+        sizes, dtype, group = self.sizes[key], getattr(torch, name), self.groups[place]
+        if op == "gemm_ar":
+            self.contexts[key] = fluxlike.create_gemm_ar_context(*sizes[:2], dtype, group, schedule)
+        else:
+            self.contexts[key] = getattr(fluxlike, f"create_{op}_context")(*sizes, dtype, group, schedule)
 
     def remake(self, key: soak_plan.ContextKey, ballast: int) -> None:
         """Close a context and make it again at another place of the heap; its graphs, too."""

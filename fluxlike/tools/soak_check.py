@@ -13,7 +13,7 @@ import fluxlike
 from ..kernels.tiles import chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from .bench_problems import allowed_error
-from .soak_plan import Signature
+from .soak_plan import COLLECTIVES, Signature
 
 #: What the reference is compared on, at most.
 SAMPLE_ROWS, SAMPLE_COLUMNS = 128, 256
@@ -25,27 +25,35 @@ _PART = 1 << 24  # words that a digest takes at a time, which bounds its memory
 class Operands:
     """The tensors of one call on one rank. Their values come from `fill`; every rank has its own.
 
-    gemm_rs: x [M, K_r], weight [N, K_r], bias [N]. ag_gemm: x [rows of this rank, K], weights [N_r, K], biases [N_r]; of several
-    weights each is half as high as the one before, and only every other has a bias.
+    gemm_rs, gemm_ar: x [M, K_r], weight [N, K_r], bias [N]. ag_gemm: x [rows of this rank, K], weights [N_r, K], biases [N_r]; of
+    several weights each is half as high as the one before, and only every other has a bias. Collectives: x [M, N], of all_gather
+    [rows of this rank, N]; ``xs``: x and the other tensors of a list, each with half as many rows as the one before.
     """
 
     def __init__(self, signature: Signature, ranks: int, rank: int, device: torch.device) -> None:
         dtype = getattr(torch, signature.dtype)
         extra = 16 * rank if signature.uneven else 0
-        if signature.op == "gemm_rs":
-            rows, k, heights = signature.m, signature.k // ranks + extra, [signature.n]
-        else:
+        heights: list[int] = []
+        if signature.op in COLLECTIVES:
+            rows, k = rows_of(signature.m, ranks, rank) if signature.op == "all_gather" else signature.m, signature.n
+        elif signature.op == "ag_gemm":
             n = signature.n // ranks + extra
             rows, k = rows_of(signature.m, ranks, rank), signature.k
             heights = [max(1, n >> i) for i in range(signature.weights)]
-        self.x = torch.empty(rows, k, dtype=dtype, device=device)
+        else:
+            rows, k, heights = signature.m, signature.k // ranks + extra, [signature.n]
+        self.xs = [
+            torch.empty(max(1, rows >> i) if i else rows, k, dtype=dtype, device=device)
+            for i in range(1 if heights else signature.weights)
+        ]
+        self.x = self.xs[0]
         self._stored = [torch.empty((k, n) if signature.transposed else (n, k), dtype=dtype, device=device) for n in heights]
         self.weights = [w.T if signature.transposed else w for w in self._stored]
         self.biases = [
             torch.empty(n, dtype=dtype, device=device) if signature.bias and i % 2 == 0 else None for i, n in enumerate(heights)
         ]
 
-        self._result = rows_of(rows, ranks, rank), heights[0]
+        self._result = rows_of(rows, ranks, rank), signature.n
 
     def room(self) -> torch.Tensor:
         """A tensor for the result of gemm_rs, of NaN."""
@@ -54,7 +62,7 @@ class Operands:
     def fill(self, generator: torch.Generator, seed: int) -> None:
         """Normal random numbers; the same for the same seed."""
         generator.manual_seed(seed)
-        for t in (self.x, *self._stored, *self.biases):
+        for t in (*self.xs, *self._stored, *self.biases):
             if t is not None:
                 t.normal_(generator=generator)
 
@@ -64,6 +72,10 @@ def call(
 ) -> list[torch.Tensor]:
     """One call of the operation: all tensors that it returns. Without ``ctx`` on the context that the library keeps."""
     where = group if ctx is None else None
+    if signature.op in COLLECTIVES:
+        return _collective(signature, operands, group)
+    if signature.op == "gemm_ar":
+        return [fluxlike.gemm_ar(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where)]
     if signature.op == "gemm_rs":
         return [fluxlike.gemm_rs(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where, out=out)]
     several = len(operands.weights) > 1
@@ -73,6 +85,21 @@ def call(
     )  # fmt: skip
     products, gathered = (result[0], [result[1]]) if signature.gathered else (result, [])
     return [*(products if several else [products]), *gathered]
+
+
+def _collective(signature: Signature, operands: Operands, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    x, op, algo = operands.x, signature.reduction, signature.schedule
+    if signature.op == "all_reduce":
+        return fluxlike.all_reduce(operands.xs, group, op, algo)  # type: ignore[no-any-return]
+    if signature.op == "reduce_scatter":
+        return [fluxlike.reduce_scatter(x, group, op, algo)]
+    if signature.op == "all_gather":
+        return [fluxlike.all_gather(x, group, signature.m, algo)]
+    root = signature.index % dist.get_world_size(group)
+    if signature.op == "broadcast":
+        return [fluxlike.broadcast(x, root, group, algo)]
+    y = fluxlike.reduce(x, root, group, op, algo)
+    return [x.new_empty(0) if y is None else y]
 
 
 def digest(results: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -102,9 +129,10 @@ def judge(
 
     Truth is fp64. The root mean square error may be 1.5 times that of torch's own path on the same data (`allowed_error`, as in
     `bench`), the largest `LARGEST` times torch's. torch's path: the product in the dtype and, for gemm_rs, the sum over ranks
-    in the dtype, one rank after the other along the ring. Samples of all ranks count together: those of one may be few.
+    in the dtype, one rank after the other along the ring. Samples of all ranks count together: those of one may be few. What is
+    only moved, or is a maximum, must be equal.
     """
-    compare = _gemm_rs if signature.op == "gemm_rs" else _ag_gemm
+    compare = {"gemm_rs": _gemm, "gemm_ar": _gemm, "ag_gemm": _ag_gemm}.get(signature.op, _elements)
     k, pairs = compare(signature, operands, results, control, random.Random(seed))
     squares = [0.0, 0.0, 0.0]
     largest = [0.0, 0.0]
@@ -131,23 +159,73 @@ def _sample(rng: random.Random, signature: Signature, n: int) -> tuple[list[int]
     return rows, sorted(rng.sample(range(n), min(n, SAMPLE_COLUMNS)))
 
 
-def _gemm_rs(
+def _gemm(
     signature: Signature, operands: Operands, results: Sequence[torch.Tensor], control: ControlGroup, rng: random.Random
 ) -> tuple[int, list[Pair]]:
     rows, columns = _sample(rng, signature, signature.n)
     x, w, bias = operands.x[rows], operands.weights[0], operands.biases[0]
     exact, rounded = x.double() @ w[columns].double().T, (x @ w.T)[:, columns]
-    said = control.gather((exact.cpu(), rounded.cpu(), x.shape[1]), "soak: partial sums of a sample")
-    full, rank, size = chunk_rows(signature.m, control.size), control.rank, control.size
-    mine = [i for i, row in enumerate(rows) if row // full == rank]
-    truth = torch.stack([exact for exact, _, _ in said]).sum(0)[mine]
-    torchs = said[(rank + 1) % size][1][mine]
-    for step in range(2, size + 1):
-        torchs = torchs + said[(rank + step) % size][1][mine]
-    if bias is not None:
-        truth, torchs = truth + bias[columns].double().cpu(), torchs + bias[columns].cpu()
-    ours = results[0][[rows[i] - rank * full for i in mine]][:, columns].cpu()
-    return sum(k for _, _, k in said), [(ours, torchs, truth)]
+    added = None if bias is None else bias[columns].cpu()
+    said = control.gather((exact.cpu(), rounded.cpu(), x.shape[1], added), "soak: partial sums of a sample")
+    full, rank = chunk_rows(signature.m, control.size), control.rank
+    first, mine = 0, list(range(len(rows)))
+    if signature.op == "gemm_rs":
+        first, mine = rank * full, [i for i in mine if rows[i] // full == rank]
+    else:
+        added = said[0][3]
+    truth = torch.stack([exact for exact, *_ in said]).sum(0)[mine]
+    torchs = _around([rounded for _, rounded, *_ in said], rank)[mine]
+    if added is not None:
+        truth, torchs = truth + added.double(), torchs + added
+    ours = results[0][[rows[i] - first for i in mine]][:, columns].cpu()
+    return sum(k for _, _, k, _ in said), [(ours, torchs, truth)]
+
+
+def _around(parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Their sum in their dtype, one after the other along the ring, this rank's last."""
+    total = parts[(rank + 1) % len(parts)]
+    for step in range(2, len(parts) + 1):
+        total = total + parts[(rank + step) % len(parts)]
+    return total
+
+
+def _elements(
+    signature: Signature, operands: Operands, results: Sequence[torch.Tensor], control: ControlGroup, rng: random.Random
+) -> tuple[int, list[Pair]]:
+    """Of a collective: a sample of the rows and columns of each tensor. Averages are compared as sums."""
+    pairs, size, rank = [], control.size, control.rank
+    gathers, full = signature.op == "all_gather", chunk_rows(signature.m, control.size)
+    for x, y in zip(operands.xs, results, strict=True):
+        height = signature.m if gathers else x.shape[0]
+        rows = sorted(rng.sample(range(height), min(height, SAMPLE_ROWS)))
+        columns = sorted(rng.sample(range(x.shape[1]), min(x.shape[1], SAMPLE_COLUMNS)))
+        here = [row - rank * full for row in rows if row // full == rank] if gathers else rows
+        parts = control.gather(x[here][:, columns].cpu(), "soak: a sample of a collective")
+        mine = list(range(len(rows)))
+        if signature.op == "reduce_scatter":
+            mine = [i for i in mine if rows[i] // full == rank]
+            here = [rows[i] - rank * full for i in mine]
+        elif gathers:
+            here = rows
+        elif y.numel() == 0:  # of reduce, not on the root
+            mine, here, y = [], [], x
+        ours = y[here][:, columns].cpu()
+        if gathers:
+            pairs.append(_same(ours, torch.cat(parts)))
+        elif signature.op == "broadcast":
+            pairs.append(_same(ours, parts[signature.index % size]))
+        elif signature.reduction == "max":
+            pairs.append(_same(ours, torch.stack(parts).amax(0)[mine]))
+        else:
+            truth = torch.stack([part.double() for part in parts]).sum(0)[mine]
+            pairs.append((ours.double() * (size if signature.reduction == "avg" else 1), _around(parts, rank)[mine], truth))
+    return size, pairs
+
+
+def _same(ours: torch.Tensor, truth: torch.Tensor) -> Pair:
+    """What must be equal: without an error, or with an endless one."""
+    nothing = torch.zeros(1, 1, dtype=torch.float64)
+    return nothing if torch.equal(ours, truth) else nothing + math.inf, nothing, nothing
 
 
 def _ag_gemm(
@@ -164,7 +242,6 @@ def _ag_gemm(
         if bias is not None:
             truth, torchs = truth + bias[columns].double(), torchs + bias[columns]
         pairs.append((z[rows][:, columns], torchs, truth))
-    if signature.gathered and not torch.equal(results[-1][rows], gathered):
-        nothing = torch.zeros(1, 1, dtype=torch.float64, device=gathered.device)
-        pairs.append((nothing + math.inf, nothing, nothing))  # a copy has no rounding
+    if signature.gathered:
+        pairs.append(_same(results[-1][rows], gathered))
     return signature.k, pairs

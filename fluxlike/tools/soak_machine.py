@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
-from ..kernels.gemm_rs import gemm_rs_kernel
+from ..kernels import ag_gemm, ag_gemm_stream_k, all_reduce, decomposed, exchange, gemm_rs, gemm_rs_stream_k
 from ..runtime import world
 
 MIB = 1 << 20
@@ -136,5 +135,6 @@ class Graph:
 
 def compiled() -> int:
     """Kernels of the operations that Triton has compiled, or loaded from its cache, in this process: as many as it holds."""
-    kernels = (gemm_rs_kernel, ag_gemm_kernel, ag_collect_kernel)
+    files = (ag_gemm, ag_gemm_stream_k, all_reduce, decomposed, exchange, gemm_rs, gemm_rs_stream_k)
+    kernels = {thing for file in files for name, thing in vars(file).items() if name.endswith("_kernel")}
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())

@@ -11,12 +11,20 @@ Values are dealt from shuffled decks and not drawn one by one, so a short run, t
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-OPS = ("gemm_rs", "ag_gemm")
 #: "kept": a call without a context, on the one that the library keeps; the others are the schedules of a context.
 SCHEDULES = ("auto", "copy_engine", "in_kernel", "sequential", "stream_k", "decomposed", "kept")
+#: The operations that overlap, and those that never have a context, whose schedules are algorithms.
+OVERLAPPED = ("gemm_rs", "ag_gemm")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+#: Every operation with its schedules.
+OPS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(OVERLAPPED, SCHEDULES),
+    "gemm_ar": ("auto", "one_shot", "two_shot", "bulk", "kept"),
+    "all_reduce": ("auto", "one_shot", "two_shot", "bulk"),
+    **dict.fromkeys(COLLECTIVES[1:], ("auto", "words", "bulk")),
+}
 #: "graph": replays of a captured graph; "mixed": eager calls and replays by turns; "stream": each call on another stream.
 MODES = ("eager", "graph", "mixed", "stream")
 GRAPH_MODES = ("graph", "mixed")
@@ -33,8 +41,9 @@ ContextKey = tuple[int, str, str, str]
 class Profile:
     """What suits a kind of machine.
 
-    ``shapes``: M, N, K of the whole problem, by class (or class and operation). ``world``, ``half``: for each operation and
-    schedule of the world or of a half one signature an entry, of one of the classes named there.
+    ``shapes``: M, N, K of the whole problem, by class (or class and operation). ``world``, ``half``: for each schedule of the
+    operations that overlap, in the world or in a half, one signature an entry, of one of the classes named there; for the other
+    operations always ``half``.
     """
 
     shapes: dict[str, tuple[Shape, ...]]
@@ -94,8 +103,9 @@ CPU = Profile(
 class Signature:
     """All that decides the bits of a result besides the data. m, n, k are of the whole problem, which the ranks split.
 
-    ``place``: the group, an index of `groups`. ``weights``: products of one gather. ``uneven``: K (gemm_rs) or N (ag_gemm) grows
-    by 16 from rank to rank. ``graphed``: a graph of ``graph_calls`` calls is kept for it (that does not change the bits).
+    ``place``: the group, an index of `groups`. ``weights``: products of one gather, or tensors of a list of all_reduce.
+    ``uneven``: K (gemm_rs, gemm_ar) or N (ag_gemm) grows by 16 from rank to rank. ``graphed``: a graph of ``graph_calls`` calls
+    is kept for it (that does not change the bits). ``reduction``: of a collective, whose tensors are [m, n] without k.
     """
 
     index: int
@@ -112,6 +122,7 @@ class Signature:
     weights: int
     gathered: bool
     graphed: bool
+    reduction: str = "sum"
 
     @property
     def graph_calls(self) -> int:
@@ -120,7 +131,8 @@ class Signature:
 
     @property
     def context(self) -> ContextKey | None:
-        return None if self.schedule == "kept" else (self.place, self.op, self.schedule, self.dtype)
+        without = self.schedule == "kept" or self.op in COLLECTIVES
+        return None if without else (self.place, self.op, self.schedule, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -175,31 +187,36 @@ def groups(ranks: int) -> list[list[int]]:
     return [everyone, everyone[: ranks // 2], everyone[ranks // 2 :]] if ranks >= 4 else [everyone]
 
 
+def kinds(place: int) -> list[tuple[str, str]]:
+    """The operations and schedules of a place: all in the world; in a half of those that do not overlap one schedule each."""
+    some = {op: schedules if op in OVERLAPPED or not place else schedules[:1] for op, schedules in OPS.items()}
+    return [(op, schedule) for op, schedules in some.items() for schedule in schedules]
+
+
 def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
     """The pool: for every place, operation and schedule as many as the profile says, one of them with a graph."""
     rng = random.Random(f"signatures {seed}")
     decks = {name: Deck(rng, shapes) for name, shapes in profile.shapes.items()}
     yes, seldom = Deck(rng, (True, False)), Deck(rng, (True, False, False))
     dtypes, weights, gathered = Deck(rng, DTYPES), Deck(rng, (1, 1, 2, 3)), Deck(rng, (True, False))
-    narrow = Deck(rng, [dtype for dtype in DTYPES if dtype != "float32"])  # for decomposed, which has no other
-    transposed = Deck(rng, (True, False))
+    transposed, reductions = Deck(rng, (True, False)), Deck(rng, ("sum", "avg", "max"))
     classes = {entry: Deck(rng, entry) for entry in (*profile.world, *profile.half)}
     pool: list[Signature] = []
-    for place, op, schedule in product(range(len(groups(ranks))), OPS, SCHEDULES):
-        entries = profile.half if place else profile.world
+    for place, op, schedule in [(number, *kind) for number in range(len(groups(ranks))) for kind in kinds(number)]:
+        entries = profile.half if place or op not in OVERLAPPED else profile.world
         graphed = rng.randrange(len(entries))
         for i, entry in enumerate(entries):
             kind = classes[entry].deal()
             m, n, k = decks[kind if kind in decks else f"{kind} {op}"].deal()
-            ag, dtype = op == "ag_gemm", "bfloat16"
-            if kind != "large":
-                dtype = (narrow if schedule == "decomposed" else dtypes).deal()
+            ag, gemm = op == "ag_gemm", op not in COLLECTIVES
+            several = op == "all_reduce" or (ag and kind != "large")
             pool.append(
                 Signature(
-                    len(pool), place, op, schedule, dtype, m, n, k,
-                    bias=yes.deal(), transposed=transposed.deal(), uneven=seldom.deal(),
-                    weights=weights.deal() if ag and kind != "large" else 1, gathered=ag and gathered.deal(),
+                    len(pool), place, op, schedule, "bfloat16" if kind == "large" else dtypes.deal(), m, n, k,
+                    bias=gemm and yes.deal(), transposed=gemm and transposed.deal(), uneven=gemm and seldom.deal(),
+                    weights=weights.deal() if several else 1, gathered=ag and gathered.deal(),
                     graphed=i == graphed and any(mode in GRAPH_MODES for mode in profile.modes),
+                    reduction=reductions.deal() if op in ("all_reduce", "reduce_scatter", "reduce") else "sum",
                 )
             )  # fmt: skip
     return pool
