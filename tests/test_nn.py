@@ -393,9 +393,8 @@ def refused(group):
         ("0 layers with in_features", lambda: layers.ColumnParallelLinear.from_linear(group=group)),
         ("2 layers with in_features [8, 4]", lambda: layers.ColumnParallelLinear.from_linear(
             nn.Linear(8, size), nn.Linear(4, size), group=group)),
-        ("is not a process group that this rank is in", lambda: layers.ColumnParallelLinear(8, size, group=mesh)),
-        ("is not a process group that this rank is in", lambda: layers.RowParallelLinear(
-            size, 8, group=dist.GroupMember.NON_GROUP_MEMBER)),
+        ("it must be a torch process group", lambda: layers.ColumnParallelLinear(8, size, group=mesh)),
+        ("a rank that is not in the group", lambda: layers.RowParallelLinear(size, 8, group=dist.GroupMember.NON_GROUP_MEMBER)),
         ("sequence_dim=-2 is not a dimension", lambda: layers.ColumnParallelLinear(8, size, group=group, sequence_dim=-2)),
         ("sequence_dim='1' is not a dimension", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim="1")),
         ("and sequence_dim=3", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim=3)(torch.randn(2, 2, 1))),

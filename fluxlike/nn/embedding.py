@@ -45,8 +45,8 @@ class Embedding(nn.Embedding):
             self._started_for = calls
             kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
             if kept.numel() > self.context.rows:
-                message = f"{kept.numel()} ids are more than max_ids={self.context.rows}; make the Embedding with a larger max_ids"
-                self.context.refuse(message, entries=kept.numel(), more_than=self.context.rows)
+                most = f"max_ids={self.context.rows}; make the Embedding with a larger max_ids"
+                refuse(self.context.control, f"Embedding: {kept.numel()} ids are more than {most}")
             self.context.start_indices(kept)
 
     def __getstate__(self) -> dict[str, Any]:
