@@ -12,11 +12,10 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "interpreter", "interpreter_language", "links", "lint", "lint_signals")
-WITHOUT_TORCHRUN += ("mutations", "offsets", "ptx", "public_api", "racecheck", "racecheck_tables", "runfile", "sanitizer_case")
-WITHOUT_TORCHRUN += ("scripts", "security", "soak", "tiles", "topology", "topology_detect", "tune", "turns", "nodes")
-WITHOUT_TORCHRUN += ("nodes_network",)
-
+WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "init", "interpreter", "interpreter_language", "links", "lint")
+WITHOUT_TORCHRUN += ("lint_signals", "mutations", "nodes", "nodes_network", "offsets", "ptx", "public_api", "racecheck")
+WITHOUT_TORCHRUN += ("racecheck_host", "racecheck_memory", "racecheck_tables", "runfile", "sanitizer_case", "scripts", "security")
+WITHOUT_TORCHRUN += ("soak", "tiles", "topology", "topology_detect", "tune", "turns")
 
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.
@@ -92,3 +91,15 @@ def _end_of_ranks():
     yield
     ranks.close_pool()
     ranks.close_torchrun()
+
+
+@pytest.fixture
+def two():
+    """Two ranks with two programs each, for the tables of the race checker."""
+    from race_ranks import Ranks
+
+    ranks = Ranks(2)
+    for rank in range(2):
+        ranks.launch(rank)
+    yield ranks
+    ranks.close()

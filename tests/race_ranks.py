@@ -25,6 +25,8 @@ RELAXED, ACQUIRE, RELEASE, ACQ_REL = range(4)
 CTA, GPU, SYS = range(3)
 BYTES = 1 << 16
 WORD, OTHER_WORD, DATA = 0, 8, 1024  # offsets on a rank's heap
+A0, A1, B0, B1 = (0, 0), (0, 1), (1, 0), (1, 1)  # programs of rank 0 and of rank 1
+HOST_A, HOST_B = (0, None), (1, None)
 
 
 class Control:
