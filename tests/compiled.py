@@ -33,10 +33,10 @@ def _submitted(case: Case, capability: int) -> Future:
 
 
 def begin(session: pytest.Session) -> None:
-    """Compile in the background what the chosen tests are going to ask for; Hopper first, for which most tests of the lint ask."""
+    """Compile in the background what the chosen tests are going to ask for, in their order: none waits for what comes later."""
     asked = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
     asked = [params for params in asked if {"case", "capability"} <= params.keys()]
-    for params in sorted(asked, key=lambda params: params["capability"] != 90):
+    for params in asked:
         _submitted(params["case"], params["capability"])
 
 

@@ -49,7 +49,8 @@ def test_an_exception_is_not_swallowed(program):
 
 @pytest.mark.parametrize(("end", "status"), (("", 1), ("raise SystemExit(3)", 3)))
 def test_racecheck_runs_the_program_with_the_race_checker_on(program, capsys, monkeypatch, end, status):
-    for name, value in {"_open": None, "_started": False, "_report": "", "_said": False}.items():  # other tests check here, too
+    # other tests check here, too
+    for name, value in {"_open": None, "_started": False, "_kernels": False, "_report": "", "_said": False}.items():
         monkeypatch.setattr(raceverdict, name, value)
     file = program(f"import sys\nfrom fluxlike.runtime import env\nprint(env.racecheck(), sys.argv[1:])\n{end}\n")
     assert racecheck.main([file, "--calls", "3"]) == status

@@ -87,6 +87,11 @@ class _Seen(TorchDispatchMode):
         self._process = os.getpid()
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not to be wrapped for dynamo: the first operation of a rank would import it, two seconds of a processor."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
