@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
+from ..ops.sparse_arguments import refuse
 from ..ops.sparse_hook import CONTEXT
 
 

@@ -129,14 +129,11 @@ class _Layer(InGroup):
     def __init__(self, group: dist.ProcessGroup | None, sequence_dim: int) -> None:
         super().__init__()
         self.group = group if group is not None else world.current().group
-        name = type(self).__name__
-        if not isinstance(self.group, dist.ProcessGroup):
-            raise ValueError(
-                f"{name}: group={group!r} is not a process group that this rank is in; pass that of tensor parallelism, as "
-                'mesh["tp"].get_group(), or None for the one given to fluxlike.init'
-            )
+        world.check_group(self.group)
         if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool) or sequence_dim < 0:
-            raise ValueError(f"{name}: sequence_dim={sequence_dim!r} is not a dimension of the input, counted from 0")
+            raise ValueError(
+                f"{type(self).__name__}: sequence_dim={sequence_dim!r} is not a dimension of the input, counted from 0"
+            )
         self.tp_size, self.tp_rank = self.group.size(), self.group.rank()
         self.sequence_dim = sequence_dim
 

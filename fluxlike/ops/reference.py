@@ -18,6 +18,7 @@ from .ag_gemm import AGGemmContext
 from .gemm_ar import GemmARContext
 from .gemm_rs import GemmRSContext
 from .group import resolve
+from .nodes import NodesContext
 from .sparse_arguments import check
 from .sparse_index import entries_of
 

@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ..runtime import world
 from ..runtime.control import ControlGroup
@@ -108,8 +107,7 @@ def check_ids(ids: Any, ctx: Any, started: bool) -> None:
 
 def fits(ctx: Any, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: int | None) -> None:
     """x goes with the caller's context."""
-    if group is not None and dist.get_process_group_ranks(group) != ctx.group_ranks:
-        raise ValueError(f"{NAME}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}")
+    validate.same_group(NAME, ctx, group)
     if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
         raise ValueError(
             f"{NAME}: x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows "

@@ -73,10 +73,12 @@ def _switch(name: str) -> bool:
 
 def racecheck() -> bool:
     """FLUXLIKE_RACECHECK, checked."""
-    text = get("FLUXLIKE_RACECHECK")
-    if text not in ("0", "1"):
-        raise ValueError(f"FLUXLIKE_RACECHECK={text!r} is neither 0 nor 1; set it to 1 to check for races, or unset it")
-    return text == "1"
+    return _switch("FLUXLIKE_RACECHECK")
+
+
+def torch_products() -> bool:
+    """FLUXLIKE_TORCH_PRODUCTS, checked."""
+    return _switch("FLUXLIKE_TORCH_PRODUCTS")
 
 
 def tune() -> str:

@@ -199,6 +199,7 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
     decks = {name: Deck(rng, shapes) for name, shapes in profile.shapes.items()}
     yes, seldom = Deck(rng, (True, False)), Deck(rng, (True, False, False))
     dtypes, weights, gathered = Deck(rng, DTYPES), Deck(rng, (1, 1, 2, 3)), Deck(rng, (True, False))
+    narrow = Deck(rng, [dtype for dtype in DTYPES if dtype != "float32"])  # for decomposed, which has no other
     transposed, reductions = Deck(rng, (True, False)), Deck(rng, ("sum", "avg", "max"))
     classes = {entry: Deck(rng, entry) for entry in (*profile.world, *profile.half)}
     pool: list[Signature] = []
@@ -208,11 +209,13 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
         for i, entry in enumerate(entries):
             kind = classes[entry].deal()
             m, n, k = decks[kind if kind in decks else f"{kind} {op}"].deal()
-            ag, gemm = op == "ag_gemm", op not in COLLECTIVES
+            ag, gemm, dtype = op == "ag_gemm", op not in COLLECTIVES, "bfloat16"
+            if kind != "large":
+                dtype = (narrow if schedule == "decomposed" else dtypes).deal()
             several = op == "all_reduce" or (ag and kind != "large")
             pool.append(
                 Signature(
-                    len(pool), place, op, schedule, "bfloat16" if kind == "large" else dtypes.deal(), m, n, k,
+                    len(pool), place, op, schedule, dtype, m, n, k,
                     bias=gemm and yes.deal(), transposed=gemm and transposed.deal(), uneven=gemm and seldom.deal(),
                     weights=weights.deal() if several else 1, gathered=ag and gathered.deal(),
                     graphed=i == graphed and any(mode in GRAPH_MODES for mode in profile.modes),
