@@ -4,7 +4,8 @@
 They make no gradients, there as elsewhere: their results want none, whatever the inputs.
 
 All ops are registered with an ordered effect, as those of `library` are, so that no call is dropped, merged or moved. Torch gives
-no op such an effect that writes to an argument. So there is no op for `all_reduce_`: compiled, it is ``all_reduce`` and a copy.
+no op such an effect that writes to an argument. So there is no op for `all_reduce_`: compiled, it is ``all_reduce`` and a copy, and
+tensors of a list that overlap are not found, as addresses are not known then.
 """
 
 from collections.abc import Sequence
@@ -78,9 +79,10 @@ def all_reduce(x: Any, group: dist.ProcessGroup | None, op: str, algo: str) -> A
 
 def all_reduce_(x: Any, group: dist.ProcessGroup | None, op: str, algo: str) -> Any:
     xs = list(x) if isinstance(x, (list, tuple)) else [x]
-    ys = all_reduce(xs, group, op, algo)
-    for t, y in zip(xs, ys, strict=True):
+    tensors("all_reduce_", [("x", t, None) for t in xs])
+    for t in xs:
         validate.contiguous("all_reduce_", t)
+    for t, y in zip(xs, all_reduce(xs, group, op, algo), strict=True):
         t.detach().copy_(y)
     return x
 

@@ -88,7 +88,7 @@ class _Seen(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Not to be wrapped for dynamo: the first operation of a rank would import it, two seconds of a processor."""
+        """Not to be wrapped for dynamo: the first operation of a rank would import it, which takes long."""
         return False
 
     @classmethod

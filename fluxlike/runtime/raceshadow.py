@@ -18,7 +18,8 @@ only the last. A chain holds a thread at most once. When records run out, those 
 *Banks.* A clock counts every thread, and nearly always a rank has few. So threads come in banks of 18 a rank: the host, the copy
 engine and 16 programs, then 18 programs more in each. Clocks reach as far as the banks in use, which grow with the largest grid.
 
-All of it is sparse anonymous memory, taken page by page as memory is touched: 8 bytes for each byte of the heap in use.
+All of it is sparse anonymous memory, taken page by page as memory is touched: 8 bytes for each byte of the heap in use, 16 where
+single bytes are accessed.
 One lock guards it: a file lock between the processes, which dies with its holder, and a thread lock within each.
 """
 
