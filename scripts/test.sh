@@ -18,7 +18,8 @@ Paths among the arguments are relative to the root of the repository.
 EOT
 }
 
-# Memory, shared memory and barriers of every kernel, in two ranks, then in two as two nodes; says so where it cannot be run.
+# Memory, shared memory and barriers of every kernel, in two ranks, and in two as two nodes; says so where it cannot be run.
+# Three of the six side by side, as most of each is the start of two processes that the tool looks at.
 sanitize() {
   local fx_tool fx_check fx_nodes fx_found=0
   fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {
@@ -27,9 +28,17 @@ sanitize() {
   }
   [ "$fx_gpus" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
   for fx_nodes in 1 2; do
+    fx_shards=()
     for fx_check in memcheck racecheck synccheck; do
+      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "$fx_check" \
+        >"$fx_logs/$fx_check.log" 2>&1 &
+      fx_shards+=($!)
+    done
+    for fx_check in memcheck racecheck synccheck; do
+      wait "${fx_shards[0]}" || fx_found=1
+      fx_shards=("${fx_shards[@]:1}")
       echo "$fx_tool --tool $fx_check on tests/sanitizer_case.py, nodes: $fx_nodes"
-      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "$fx_check" || fx_found=1
+      cat "$fx_logs/$fx_check.log"
     done
   done
   return $fx_found
@@ -63,7 +72,7 @@ if [ "${1:-}" = gpu ]; then
   fx_pytest=(-m pytest -q -p no:cacheprovider)
   launch() { bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" "$@"; }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
-  trap 'kill "${fx_shards[@]}" 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+  trap 'kill ${fx_shards[@]+"${fx_shards[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
   if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
     launch -m "not alone" --shard "$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
@@ -100,8 +109,9 @@ if [ "${1:-}" = full ]; then
 fi
 
 # Everything runs even if the first check fails: one run tells all there is to mend.
-fx_status=0 fx_beside=() fx_lanes=()
-if [ -n "$fx_covered" ] && [ $# -eq 0 ]; then
+fx_status=0 fx_beside=() fx_lanes=() fx_logs=$(mktemp -d)
+trap 'kill ${fx_lanes[@]+"${fx_lanes[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+if [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
   fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune async_tp library nn bench bench_ranks bench_sparse doctor links
@@ -109,11 +119,10 @@ if [ -n "$fx_covered" ] && [ $# -eq 0 ]; then
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups model sequential
              sparse_all_reduce sparse_index trace trees"
-  trap 'kill "${fx_lanes[@]}" 2>/dev/null || true' EXIT
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done
-    "$fx_python" "${fx_run[@]}" -p no:cacheprovider -m "$fx_which" "${fx_files[@]}" >"$fx_covered/beside${#fx_lanes[@]}.log" 2>&1 &
+    "$fx_python" "${fx_run[@]}" -p no:cacheprovider -m "$fx_which" "${fx_files[@]}" >"$fx_logs/${#fx_lanes[@]}.log" 2>&1 &
     fx_lanes+=($!)
     fx_beside+=("${fx_files[@]}")
   done
@@ -124,9 +133,9 @@ if "$fx_python" -m mypy --version >/dev/null 2>&1; then "$fx_python" -m mypy || 
 for fx_i in "${!fx_lanes[@]}"; do
   wait "${fx_lanes[fx_i]}" || fx_status=$?
   echo "beside these:"
-  cat "$fx_covered/beside$fx_i.log"
+  cat "$fx_logs/$fx_i.log"
 done
-trap - EXIT
+fx_lanes=()
 if [ -n "$fx_covered" ]; then
   echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
   "$fx_python" -m coverage combine -q || fx_status=1

@@ -177,8 +177,7 @@ def blocks(function: ast.AST) -> Iterator[list[ast.stmt]]:
 
 def _contains(statement: ast.AST, wanted: str) -> bool:
     """Whether a statement holds ``store`` or ``load``: of a block, of a descriptor, or in a function with that in its name."""
-    names = {name_of(node) for node in ast.walk(statement)}
-    return any(wanted in name for name in names) or (wanted == "load" and bool(names & {"add_partials", "end_tile"}))
+    return any(wanted in name_of(node) or (wanted == "load" and name_of(node) == "add_partials") for node in ast.walk(statement))
 
 
 def assigned(statement: ast.stmt) -> set[str]:
@@ -192,16 +191,15 @@ def _used(node: ast.AST) -> set[str]:
 @functools.cache
 def _does(name: str, what: str) -> bool:
     """Whether a device function ``acquires``, ``releases`` or ``stores`` under the interpreter, itself or in what it calls."""
-    return statement_does(device_functions()[name][1], what, name)
+    return statement_does(device_functions()[name][1], what)
 
 
-def statement_does(statement: ast.AST, what: str, inside: str = "") -> bool:
-    """``inside``: the function that it is of, whose calls of itself do nothing else."""
+def statement_does(statement: ast.AST, what: str) -> bool:
     for node in ast.walk(statement):
         called = name_of(node)
         if not called or reach().get(id(node), ((), True))[1]:
             continue
-        if called in device_functions() and called != inside and _does(called, what):
+        if called in device_functions() and _does(called, what):
             return True
         if what == "stores" and called == "store":
             return True

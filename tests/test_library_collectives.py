@@ -40,7 +40,7 @@ def step(x, group, m):
     y = fluxlike.all_reduce(x, group) + fluxlike.all_reduce(x, group, op="avg")
     fluxlike.all_reduce_(y, group)
     a, (b, c) = y * 2, fluxlike.all_reduce([y, y[0]], group, algo="bulk")
-    assert fluxlike.all_reduce_([a, b], group) == [a, b]
+    a, b = fluxlike.all_reduce_([a, b], group)
     rows = fluxlike.reduce_scatter(a, group, op="max")
     whole = fluxlike.all_gather(rows, group, m) + fluxlike.broadcast(b, 1, group).relu() + c
     fluxlike.all_reduce_(x, group)

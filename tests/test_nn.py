@@ -161,7 +161,7 @@ def handled(group):
     set_model_state_dict(style, dict(theirs), options=whole_state)  # which puts DTensors into it
     whole.load_state_dict(theirs)
     for name, t in get_model_state_dict(style, options=whole_state).items():
-        assert rank or torch.equal(t, theirs[name].cpu()), name  # rank 0 has it
+        assert rank or torch.equal(t.cpu(), theirs[name].cpu()), name  # rank 0 has it
     sharded, other = Sharded(whole, group, 1, False), Sharded(model(), group, 1, False)
     other.load_state_dict(sharded.state_dict())
     with pytest.raises(RuntimeError, match="size mismatch for weight"):

@@ -63,36 +63,6 @@ def test_gemm_rs(world, dtype):
     run_ranks(rs_matrix, world, dtype=dtype, cases=shapes_of(world, dtype))
 
 
-def parts_of_tiles(group):
-    """As where shared memory does not take a whole tile of C beside the stages of the loop."""
-    size, shared = dist.get_world_size(group), tiling.SHARED
-    tiling.SHARED = 0
-    try:
-        for schedule in TRANSPORTS:
-            with (
-                fluxlike.create_gemm_rs_context(256, 136, dtype=torch.float16, group=group, schedule=schedule) as rs,
-                fluxlike.create_ag_gemm_context(256, 136, 72, dtype=torch.float16, group=group, schedule=schedule) as ag,
-            ):
-                poison(rs, group)
-                poison(ag, group)
-                for seed, (m, n, k) in enumerate(((256, 128, 64), (200, 136, 72), (37, 70, 50))):
-                    RSCase(m, n, [k] * size, torch.float16, seed, bias=seed == 1).check(rs, group, schedule)
-                    case = AGCase(m, [n] * size, k, torch.float16, seed, bias=seed == 1)
-                    case.check(ag, group, schedule, return_gathered=seed == 0)
-    finally:
-        tiling.SHARED = shared
-
-
-def test_tiles_stored_in_parts():
-    run_ranks(parts_of_tiles, 2)
-
-
-def test_which_tiles_are_stored_in_parts():
-    """Of those for Hopper, in bf16: by the bytes that a tile and the stages take together."""
-    halved = [t for t in choice.tiles((9, 0), torch.bfloat16) if tiling.stored_columns(t, 2) < t.bn]
-    assert [(t.bm, t.bn, t.bk, t.stages) for t in halved] == [(128, 256, 64, 4)] and tiling.stored_columns(halved[0], 2) == 128
-
-
 def rs_uneven_k(group, dtype):
     dtype, size = getattr(torch, dtype), dist.get_world_size(group)
     for schedule in schedules(dtype):

@@ -40,7 +40,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, store_parts, vectorised
+from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import drain_stores, is_interp, tma_acquire, used_rows
 from .sync import (
     EPOCH,
@@ -141,14 +141,14 @@ def ag_gemm_kernel(
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
     chunk_rows, rows, has_bias, first_launch, last_launch, pushers, pieces, head_start, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    STORE_BN: tl.constexpr, PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
+    PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
-    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other; STORE_BN:
-    columns of the blocks of ``out``. With TRACE it writes down what happens when (`trace`).
+    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
+    TRACE it writes down what happens when (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
@@ -199,7 +199,7 @@ def ag_gemm_kernel(
         record(ctl, tile, COMPUTED, R, TRACE)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
-            store_parts(out, acc.to(dtype), rank * chunk_rows + tile_m * BM, tile_n * BN, BM, BN, STORE_BN)
+            out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
             here = out + rank.to(tl.int64) * chunk_rows * N
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, N, BM, BN)
@@ -235,7 +235,7 @@ def ag_gemm_kernel(
         record(ctl, own_tiles + tile, COMPUTED, R, TRACE)
         acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
         if TMA_OUT:
-            store_parts(out, acc.to(dtype), source * chunk_rows + tile_m * BM, tile_n * BN, BM, BN, STORE_BN)
+            out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
             here = out + source.to(tl.int64) * chunk_rows * N
             valid = tl.minimum(chunk_rows, M - source * chunk_rows)

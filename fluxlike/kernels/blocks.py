@@ -81,17 +81,6 @@ def halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def store_parts(there, value, row, column, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr):
-    """A block by TMA, WIDTH columns at a time: what is stored lies in shared memory first, which a whole tile may not have."""
-    if BN > WIDTH:
-        left, right = halves(value, BM, BN)
-        store_parts(there, left, row, column, BM, BN // 2, WIDTH)
-        store_parts(there, right, row, column + BN // 2, BM, BN // 2, WIDTH)
-    else:
-        there.store([row, column], value)
-
-
-@triton.jit
 def store_block(out, value, row, column, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
     """Masked store of a block to out [rows, N] with row stride ld."""
     r = row + tl.arange(0, BM)

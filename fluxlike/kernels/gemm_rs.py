@@ -58,7 +58,7 @@ Measured: docs/performance.md.
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, store_parts, vectorised
+from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import tma_acquire
 from .sync import (
     EPOCH,
@@ -100,31 +100,6 @@ def add_partials(
 
 
 @triton.jit
-def end_tile(
-    acc, out, stage, slot, pitch, row, column, rank, rows, N, ld, set_elements,
-    DTYPE: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
-    TMA_OUT: tl.constexpr,
-):  # fmt: skip
-    """acc + the peers' partials to the result: WIDTH columns at a time, so that both fit in registers together."""
-    if BN > WIDTH:
-        left, right = halves(acc, BM, BN)
-        end_tile(
-            left, out, stage, slot, pitch, row, column, rank, rows, N, ld, set_elements,
-            DTYPE, R, BM, BN // 2, WIDTH, TMA, TMA_OUT,
-        )  # fmt: skip
-        end_tile(
-            right, out, stage, slot, pitch, row, column + BN // 2, rank, rows, N, ld, set_elements,
-            DTYPE, R, BM, BN // 2, WIDTH, TMA, TMA_OUT,
-        )  # fmt: skip
-    else:
-        value = add_partials(acc, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, BN, TMA).to(DTYPE)
-        if TMA_OUT:
-            out.store([row, column], value)
-        else:
-            store_block(out, value, row, column, rows, N, N, BM, BN)
-
-
-@triton.jit
 def publish_unit(ready, tile, per_unit, program, programs, TMA: tl.constexpr):
     """(A): this program has stored its tiles of the unit of ``tile``."""
     unit = tile // per_unit
@@ -144,14 +119,13 @@ def gemm_rs_kernel(
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
     chunk_rows, rows, pitch, has_bias, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    STORE_BN: tl.constexpr, COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr,
-    W_IS_KN: tl.constexpr, TRACE: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    TRACE: tl.constexpr,
 ):  # fmt: skip
     """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
-    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other;
-    STORE_BN: columns of the blocks of ``local``, those of ``stage`` and ``out`` have half as many. With TRACE it writes down what
-    happens when (`trace`).
+    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
+    TRACE it writes down what happens when (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
@@ -197,7 +171,7 @@ def gemm_rs_kernel(
         record(ctl, done, COMPUTED, R, TRACE)
         if COPY_ENGINE:
             if TMA:
-                store_parts(local, acc.to(dtype), owner * pitch + tile_m * BM, tile_n * BN, BM, BN, STORE_BN)
+                local.store([owner * pitch + tile_m * BM, tile_n * BN], acc.to(dtype))
             else:
                 store_block(local, acc.to(dtype), owner * pitch + tile_m * BM, tile_n * BN, R * pitch, ld, ld, BM, BN)
         else:
@@ -246,10 +220,20 @@ def gemm_rs_kernel(
             record(ctl, remote_tiles + done, WAITS + step, R, TRACE)
         tma_acquire(TMA)
         acc = add_bias(acc, bias, has_bias, column, N, BN)
-        end_tile(
-            acc, out, stage, slot, pitch, row, column, rank, rows, N, ld, set_elements,
-            dtype, R, BM, BN, STORE_BN // 2, TMA, TMA_OUT,
-        )  # fmt: skip
+        # by halves, so that accumulator and partial fit in registers together
+        left, right = halves(acc, BM, BN)
+        HALF: tl.constexpr = BN // 2
+        left = add_partials(left, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
+        if TMA_OUT:
+            out.store([row, column], left.to(dtype))
+        else:
+            store_block(out, left.to(dtype), row, column, rows, N, N, BM, HALF)
+        column += HALF
+        right = add_partials(right, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
+        if TMA_OUT:
+            out.store([row, column], right.to(dtype))
+        else:
+            store_block(out, right.to(dtype), row, column, rows, N, N, BM, HALF)
         record(ctl, remote_tiles + done, STORED, R, TRACE)
 
     # ---- the end of the call ----------------------------------------------------------------------------------------

@@ -353,7 +353,6 @@ def _gemms(
         ]  # fmt: skip
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
-    wide = tiling.stored_columns(tile, x.element_size())
     stored, kn = tiling.stored(w)
     tiles_m, tiles_n = cdiv(full, tile.bm), cdiv(n, tile.bn)
     programs, pushers, pieces, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0, 0
@@ -361,14 +360,14 @@ def _gemms(
         programs = ctx.world.executor.programs
         pushers, pieces, head_start = _deal(chosen.pushers, tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
     args = (
-        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, wide]) if tma_out else z,
+        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, pieces, head_start,
         ctx.rank,
     )  # fmt: skip
     constants = dict(
-        R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, STORE_BN=wide,
+        R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, TRACE=ctx.trace is not None,
     )  # fmt: skip

@@ -139,7 +139,6 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
     if tiling.is_large(capability):
         return (
             Tiling(128, 256, 64, 8, 8, 3, True),
-            Tiling(128, 256, 64, 8, 8, 4, True),
             Tiling(128, 128, 64, 8, 8, 3, True),
             Tiling(128, 128, 64, 8, 8, 4, True),
             Tiling(64, 128, 128, 8, 4, 4, True),

@@ -225,8 +225,7 @@ def _plan(
     ld = tiling.round_up(n, 16)
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
-    wide = tiling.stored_columns(tile, x.element_size())
-    half = [tile.bm, wide // 2]
+    half = [tile.bm, tile.bn // 2]
     operands: list[Any] = [x, weight]
     local: Any = ctx.local
     stage: Any = ctx.data
@@ -235,7 +234,7 @@ def _plan(
         operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
         stage = TensorDescriptor(ctx.data, [2, ranks * pitch, ld], [ctx.set_elements, ld, 1], [1, *half])
         if transport == "copy_engine":
-            local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, wide])
+            local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
     tma_out = tile.tma and tiling.is_tma_aligned(y)
     if tma_out:
         result = tiling.descriptor(y, half)
@@ -246,9 +245,8 @@ def _plan(
         full, rows, pitch, int(bias is not None), rank,
     )  # fmt: skip
     constants = dict(
-        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, STORE_BN=wide,
-        COPY_ENGINE=transport == "copy_engine", TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight),
-        W_IS_KN=kn, TRACE=ctx.trace is not None,
+        R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn, TRACE=ctx.trace is not None,
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)

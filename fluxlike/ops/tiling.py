@@ -28,8 +28,6 @@ PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
-#: Bytes of shared memory that a program can have on GPUs that are `is_large`.
-SHARED = 227 << 10
 #: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.
 NARROW = 0.8
 
@@ -57,19 +55,12 @@ def registers(warps: int, programs: int = 1) -> int:
     return min(255, 65536 // (32 * warps * programs))
 
 
-def stored_columns(tile: Tiling, itemsize: int) -> int:
-    """Columns of a tile of C that are stored by TMA at a time: all, or half of them where the stages leave no room."""
-    stages = tile.stages * (tile.bm + tile.bn) * tile.bk * itemsize
-    return tile.bn if stages + tile.bm * tile.bn * itemsize < SHARED else tile.bn // 2
-
-
 def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, ranks: int) -> Tiling:
     """The tiling for ``ranks`` chunks of ``chunk_rows`` rows and ``n`` columns.
 
     128×256×64 with 8 warps and three stages was the best of the prototypes at large sizes; it needs the shared memory of
-    compute capability 9.0 (213 KB). With four stages, which tuning may choose, C is stored by halves (229 KB); not measured yet.
-    GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision, so on plain multiply-adds and
-    not on tensor cores: small tiles.
+    compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision,
+    so on plain multiply-adds and not on tensor cores: small tiles.
     """
     small = chunk_rows <= SMALL_ROWS
     if capability == CPU:

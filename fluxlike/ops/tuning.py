@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .context import Context
 
 #: Choices that are measured; those expected to take longer than so many times the best are not.
-MOST = 16
+MOST = 12
 HOPELESS = 1.5
 ROUNDS = 5
 #: How much faster than the usual one a choice must be.
