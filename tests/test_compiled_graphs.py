@@ -19,7 +19,7 @@ STEPS = 7
 def functions(group):
     """The operations themselves, with one of the all_reduce family behind them."""
     rank = dist.get_rank(group)
-    up, down = (torch.randn(24, 16, generator=torch.Generator().manual_seed(rank + i)).to(device()) for i in (0, 50))
+    up, down = (torch.randn(24, 16, generator=torch.Generator().manual_seed(rank + i)).to(device()) / 16 for i in (0, 50))
     leaves = [up.requires_grad_(), down.T.contiguous().requires_grad_()]
 
     def run(x):

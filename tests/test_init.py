@@ -1,4 +1,4 @@
-"""fluxlike.init that fails leaves nothing behind, and says what of its environment is wrong. What else it refuses: test_errors."""
+"""fluxlike.init leaves nothing behind when it fails, and says what is wrong; and where it runs. What it refuses: test_errors."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import RSCase
-from ranks import run_fresh
+from ranks import rows_slice, run_fresh
 from test_errors import refuses
 
 import fluxlike
@@ -57,3 +57,44 @@ def test_local_rank_is_a_gpu(monkeypatch, local_rank, takes):
         refuses(world._local_gpu, ValueError, f"LOCAL_RANK={local_rank!r}", "below 2", "CUDA_VISIBLE_DEVICES")
     else:
         assert world._local_gpu() == takes
+
+
+def elsewhere(group, schedules):
+    """A default device is for what a program makes itself: here "meta", as "cuda" would be beside what we hold on the CPU."""
+    rank, ranks = group.rank(), group.size()
+    x, w, t = (torch.arange(rows * 8).reshape(rows, 8).float() % 5 - 2 for rows in (6, 8, 6))
+    rows = rows_slice(6, ranks, rank)
+    shard, ids = x[rows], torch.tensor([1, 4, 1])
+    sparse = torch.sparse_coo_tensor(ids[None], t[:3], (6, 8))
+    with torch.device("meta"):
+        fluxlike.init(heap="shm")
+        products = []
+        for schedule in schedules:
+            with (
+                fluxlike.create_gemm_rs_context(6, 8, dtype=torch.float32, schedule=schedule) as rs,
+                fluxlike.create_ag_gemm_context(6, 8 * ranks, 8, torch.float32, schedule=schedule) as ag,
+            ):
+                products += [(fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, w, ag, m=6)) for _ in range(2)]
+        pairs = [(fluxlike.gemm_rs(x, w), fluxlike.reference.gemm_rs(x, w))]
+        pairs += [(fluxlike.ag_gemm(shard, w, m=6), fluxlike.reference.ag_gemm(shard, w, m=6))]
+        if schedules != ("auto",):  # across nodes there are two operations
+            for algo in ("one_shot", "two_shot", "bulk", "trees"):
+                pairs += [(y, ranks * t) for y in fluxlike.all_reduce([t, t], algo=algo)]
+            pairs += [(fluxlike.all_gather(shard, m=6), x), (fluxlike.broadcast(t, 1), t)]
+            pairs += [(fluxlike.reduce_scatter(t), ranks * t[rows])]
+            pairs += [(fluxlike.gemm_ar(x, w), ranks * (x @ w.T))]
+            for mode in ("exact", "padded"):
+                pairs += [(fluxlike.sparse_all_reduce(sparse, mode=mode, max_nnz=3).to_dense(), ranks * sparse.to_dense())]
+            pairs += [(fluxlike.reference.sparse_all_reduce(sparse).to_dense(), ranks * sparse.to_dense())]
+        fluxlike.finalize()
+    pairs += [(y, (ranks * x @ w.T)[rows]) for y, _ in products] + [(z, x @ w.T) for _, z in products]
+    for number, (got, right) in enumerate(pairs):
+        assert got.device.type == "cpu" and torch.equal(got, right), number
+
+
+@pytest.mark.parametrize("nodes", (1, 2))
+def test_another_default_device(nodes):
+    schedules = ("copy_engine", "in_kernel", "sequential", "stream_k") if nodes == 1 else ("auto",)
+    env = {"FLUXLIKE_RACECHECK": str(2 - nodes), "FLUXLIKE_TOPOLOGY": "nvswitch-2", "FLUXLIKE_VIRTUAL_NODES": str(nodes)}
+    for outcome in run_fresh(elsewhere, 2, env, schedules=schedules):
+        assert outcome.ok, str(outcome)

@@ -319,7 +319,7 @@ def scatters(group):
         assert torch.equal(z.to_dense(), y.to_dense()) and z._nnz() == (10 * size if y.shape[0] else 0)
     assert world.current().cached[op_file.NAME, world.current().control_of(group).name, 3, x.dtype, x.dtype].last_path == "scatter"
     with pytest.raises(ValueError, match="sparse_dim=2; it must be 1"):
-        fluxlike.sparse_reduce_scatter(torch.zeros(2, 2).to_sparse(), group=group)
+        fluxlike.sparse_reduce_scatter(torch.zeros(2, 2, device=device()).to_sparse(), group=group)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -52,7 +52,7 @@ class AGGemmContext(Context):
             rows = chunk_rows(max_m, control.size)
             flags = cdiv(rows, tiling.MIN_TILE)
             super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
-        self.pushed = torch.zeros(flags, dtype=torch.int32, device=self.device)
+        self.pushed = self.lasting(flags, dtype=torch.int32, make=torch.zeros)
         racecheck.watch("ag_gemm.pushed", self.pushed)
         with control.lock:
             self.make_exchange(control.size * rows * k)

@@ -203,7 +203,7 @@ def _plan(
     layout, table = [], None
     if len(pairs) > 1:
         layout = _layout([x.numel() for x, _ in pairs], elements, row if algo in ("one_shot", "trees") else row * ctx.size)
-        table = torch.empty(2 * len(pairs) + len(layout), dtype=torch.int64, device=ctx.device)
+        table = ctx.lasting(2 * len(pairs) + len(layout), dtype=torch.int64)
     if isinstance(ctx, trees.TreeContext):
         return _Plan(ctx.prepared(x, y, several, row, op, vector, len(pairs), table), layout)
     if algo != "one_shot":

@@ -81,14 +81,14 @@ class Context(GroupContext):
         self.trace: Trace | None = None
         self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
         self.data = self.region("data", dtype)
-        self.ready = torch.zeros(ranks * tiling.MAX_SUBS, dtype=torch.int32, device=self.device)
+        self.ready = self.lasting(ranks * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
         # of stream_k: parts of tiles, and the words that say that they are there
         places = 2 * executor.programs if schedule == "stream_k" else 1
-        self.work = torch.empty(places * tiling.PART, dtype=torch.float32, device=self.device)
-        self.parts = torch.zeros(places, dtype=torch.int64, device=self.device)
+        self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
+        self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
         #: Of the schedule "sequential": memory for its exchanges, and what lies between these and the products.
         self.exchange: ExchangeContext | None = None
-        self.scratch = torch.empty(16, dtype=dtype, device=self.device)
+        self.scratch = self.lasting(16, dtype=dtype)
         self.engine = executor.copy_engine()
         self.lanes = executor.lanes(("products", control.name)) if schedule in ("auto", choice.DECOMPOSED) else Lanes()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
@@ -107,7 +107,7 @@ class Context(GroupContext):
             nbytes = min(nbytes, sequential.LIMIT)
         elif self.schedule != sequential.NAME:
             return
-        self.scratch = torch.empty(nbytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+        self.scratch = self.lasting(nbytes // self.dtype.itemsize, dtype=self.dtype)
         racecheck.watch(f"{self.op}.scratch", self.scratch)
         if self.size > 1:
             self.exchange = sequential.memory(self.op, self.control, cdiv(nbytes, self.size))

@@ -73,7 +73,7 @@ class EpochContext(GroupContext):
         self.maker = f"fluxlike.{op}"
         super().__init__(op, control, regions)
         self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
-        self.epochs = torch.zeros(MOST, dtype=torch.int64, device=self.device)
+        self.epochs = self.lasting(MOST, dtype=torch.int64, make=torch.zeros)
         #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
         self._captured: list[torch.Tensor] = []
 

@@ -28,7 +28,8 @@ class GemmARContext(ExchangeContext):
             control.agree("create_gemm_ar_context", (max_m, n, str(dtype), algo), error)
             self.max_m, self.n, self.dtype, self.algo = max_m, n, dtype, algo
             #: The partial sums of this rank.
-            self.partial = torch.empty(max_m * n, dtype=dtype, device=world.current().device)
+            executor = world.current().executor
+            self.partial = executor.lasting(lambda: torch.empty(max_m * n, dtype=dtype, device=executor.device))
             super().__init__(KIND, control, *all_reduce.room(max_m * n, dtype, control.size, algo))
         self.maker = "fluxlike.create_gemm_ar_context"
 

@@ -50,10 +50,10 @@ class GemmRSContext(Context):
             super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
         #: Of the copy engine: the partial sums that it takes to their owners.
         copies = schedule in ("auto", "copy_engine", decomposed.NAME) and control.size > 1
-        self.local = torch.empty(self.set_elements if copies else 16, dtype=dtype, device=self.device)
+        self.local = self.lasting(self.set_elements if copies else 16, dtype=dtype)
         #: Of stream_k: this rank's partial sum of its own rows.
         own = self.set_elements // control.size if schedule == "stream_k" else 16
-        self.own = torch.empty(own, dtype=torch.float32, device=self.device)
+        self.own = self.lasting(own, dtype=torch.float32)
         for name in ("local", "own"):
             racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
         with control.lock:

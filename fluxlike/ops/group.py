@@ -114,7 +114,12 @@ class GroupContext(metaclass=Making):
         self.limit_s = env.timeout_s()
         words[sync.TIMEOUT.value] = int(self.limit_s * 1e9)
         words[sync.REPORT.value] = self.report.data_ptr()
-        self.ctl = torch.tensor(words + self.block.addresses, dtype=torch.int64, device=self.device)
+        words += self.block.addresses
+        self.ctl = executor.lasting(lambda: torch.tensor(words, dtype=torch.int64, device=self.device))
+
+    def lasting(self, *shape: int, dtype: torch.dtype, make: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+        """Memory of this rank alone, which stays with the context and may be used on any stream."""
+        return self.world.executor.lasting(lambda: make(shape, dtype=dtype, device=self.device))
 
     def region(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of the heap that is called so."""

@@ -109,15 +109,16 @@ class Letters(Messages):
 
     def begin(self, m: int, columns: int) -> None:
         self._number += 1
-        self.header = torch.tensor([self._number, OPS.index(self.op), m, columns])
+        self.header = torch.tensor([self._number, OPS.index(self.op), m, columns], device="cpu")
         self._sent.clear()
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(rows, columns, dtype=dtype)
+        return torch.empty(rows, columns, dtype=dtype, device="cpu")
 
     def places(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         number, count = rows * columns, len(self.nodes)
-        return torch.empty(count, tiling.round_up(number, 16), dtype=dtype)[:, :number].view(count, rows, columns)
+        places = torch.empty(count, tiling.round_up(number, 16), dtype=dtype, device="cpu")
+        return places[:, :number].view(count, rows, columns)
 
     def send(self, place: torch.Tensor, node: int) -> None:
         for tag, message in enumerate((self.header, place.view(torch.uint8))):
@@ -149,7 +150,7 @@ class Letters(Messages):
 
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
-        self.header = torch.tensor([GAVE_UP, 0, 0, 0])
+        self.header = torch.tensor([GAVE_UP, 0, 0, 0], device="cpu")
         for node in self.others(1):
             with contextlib.suppress(RuntimeError):  # of one that is gone
                 self._last_words.append(self.control.send(self.header, self.peer(node), self._tag, self.op))
@@ -199,7 +200,7 @@ class Puts(Messages):
         ctl = [0] * (sync.BASES.value + count)
         ctl[sync.TIMEOUT.value], ctl[sync.REPORT.value] = int(self._limit_s * 1e9), self._report.data_ptr()
         ctl[sync.BASES.value + self.node] = self.head.data_ptr()
-        self.ctl = torch.tensor(ctl, dtype=torch.int64, device=self._world.device)
+        self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
         self._puts, self._slot, self._stream = executor.puts(), 0, None
         #: Launches, and places of payloads, of calls made before.
         self._made: dict[Hashable, Any] = {}

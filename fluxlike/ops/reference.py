@@ -164,7 +164,7 @@ def sparse_all_reduce(
     result = (total / control.size if op == "avg" else total).to(x.dtype)
     indices = torch.stack(torch.unravel_index(seen, x.shape[:dims]))
     return torch.sparse_coo_tensor(
-        indices, result.view(len(result), *x.shape[dims:]), x.shape, is_coalesced=True, check_invariants=False
+        indices, result.view(len(result), *x.shape[dims:]), x.shape, device=x.device, is_coalesced=True, check_invariants=False
     )
 
 

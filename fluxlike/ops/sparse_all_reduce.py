@@ -87,9 +87,9 @@ class SparseAllReduceContext(EpochContext):
         self._pending: Pending | None = None
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None
-        self._no_sums = torch.empty(1, width, dtype=torch.float32, device=self.device)
+        self._no_sums = self.lasting(1, width, dtype=torch.float32)
         #: Calls so far whose ids were not those that had been started; on the device, and as the host has heard of them.
-        self._unlike = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._unlike = self.lasting(1, dtype=torch.int64, make=torch.zeros)
         self._differs = self.world.executor.report(1)
         self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
@@ -406,7 +406,7 @@ def _result(
     indices.append(ids)
     values = values.view(values.shape[0], *x.shape[x.sparse_dim() :])
     return torch.sparse_coo_tensor(
-        torch.stack(indices[::-1]), values, shape, is_coalesced=coalesced, check_invariants=False
+        torch.stack(indices[::-1]), values, shape, device=x.device, is_coalesced=coalesced, check_invariants=False
     )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def _clock(executor: Any) -> tuple[Clock, Any, int]:
     best: tuple[int, Any, int] | None = None
     words = executor.report(2)
     for _ in range(ROUNDS):
-        words.copy_(torch.tensor([1, 0]))  # asked already
+        words.copy_(torch.tensor([1, 0], device="cpu"))  # asked already
         before = executor.stamp()
         executor.launch(kernel.read_clocks, 1, (words.data_ptr(),), {"ROUNDS": 1, "PATIENCE": PATIENCE}, 1, 1)
         after = executor.stamp()

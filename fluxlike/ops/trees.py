@@ -48,7 +48,7 @@ class TreeContext(EpochContext):
             mine = children[self.rank]
             at_parent = children[parent].index(self.rank) if parent >= 0 else 0
             words += [parent, at_parent, len(mine), *mine, *[-1] * (self.most - len(mine))]
-        return torch.tensor(words, dtype=torch.int64, device=self.device)
+        return self.world.executor.lasting(lambda: torch.tensor(words, dtype=torch.int64, device=self.device))
 
     def prepared(
         self, x: torch.Tensor, y: torch.Tensor, several: bool, blocks: int, op: str, vector: int, tensors: int,

@@ -148,7 +148,7 @@ class CpuExecutor:
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """out = a · wᵀ (+ bias), added in fp32 and rounded once to the dtype of ``out``."""
-        product = torch.empty(out.shape)
+        product = torch.empty(out.shape, device=out.device)
         torch.mm(a.float(), w.float().T, out=product)  # this form is one that autocast leaves alone
         out.copy_(product if bias is None else product.add_(bias))
 
@@ -156,12 +156,15 @@ class CpuExecutor:
         """Set the 32-bit word at ``address``, behind all that was launched before."""
         shm.words(address, 1, np.int32)[0] = value
 
+    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
     def report(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int64)
+        return torch.zeros(words, dtype=torch.int64, device=self.device)
 
     def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 words as a tensor that a kernel reads, and the memory that they come from."""
-        table = torch.tensor(words, dtype=torch.int64)
+        table = torch.tensor(words, dtype=torch.int64, device=self.device)
         return table, table
 
     def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:

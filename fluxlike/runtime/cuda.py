@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -294,18 +295,37 @@ class CudaExecutor:
             raw = torch._C._cuda_getCurrentRawStream(self.device.index)
             driver.write_value(raw, address, value)
 
+    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``make`` makes: a tensor that is there beyond the call, and never of memory that the caller wants back.
+
+        A first call of what `torch.compile` makes CUDA graphs of takes all memory of its thread from the graphs' pool, and
+        nothing but results may stay there. So another thread makes it; in a capture, which other threads' CUDA calls would
+        end, this one.
+        """
+        if self.is_capturing():
+            return make()
+
+        def away() -> torch.Tensor:
+            with torch.cuda.device(self.device):
+                made = make()
+                torch.cuda.current_stream().synchronize()  # the caller's stream does not wait for this thread's
+                return made
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(away).result()
+
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""
-        return torch.zeros(words, dtype=torch.int64, pin_memory=True)
+        return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 words as a tensor that a kernel reads, and the memory that they come from: a graph copies them in each replay."""
-        pinned = torch.tensor(words, dtype=torch.int64).pin_memory()
+        pinned = torch.tensor(words, dtype=torch.int64, device="cpu").pin_memory()
         return pinned.to(self.device, non_blocking=True), pinned
 
     def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:
         """What ``t`` holds behind what the current stream holds now, as the host gets it once it asks, and only then waits."""
-        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
+        pinned = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
 

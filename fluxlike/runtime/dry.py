@@ -147,8 +147,11 @@ class DryExecutor:
     def puts(self) -> DryPuts:
         return DryPuts()
 
+    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
     def report(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int64)
+        return torch.zeros(words, dtype=torch.int64, device="cpu")
 
     def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         table = tensor((len(words),), torch.int64)

@@ -125,7 +125,7 @@ class _Seen(TorchDispatchMode):
                 if taken is None:
                     checker.strided(tensor, kind)
                 else:
-                    elements = torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
+                    elements = torch.arange(last + 1, device="cpu").as_strided(tensor.shape, tensor.stride())
                     chosen = taken(elements, *args[1:]).reshape(-1)
                     checker.access(start + chosen.numpy().astype("int64") * size, size, kind)
 

@@ -67,7 +67,7 @@ class ShmSegment:
     def close(self) -> None:
         """Unmap. Views that the caller still holds keep their mapping alive until they go."""
         self._views.clear()
-        self.local = torch.empty(0, dtype=torch.uint8)
+        self.local = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def share(nbytes: int, control: ControlGroup, what: str) -> tuple[memoryview, int]:

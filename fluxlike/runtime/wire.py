@@ -22,11 +22,11 @@ def exchange(value: Any, ranks: list[int], all_gather: Callable[[torch.Tensor], 
     RuntimeError if a rank sends what `pack` does not make.
     """
     mine = pack(value)
-    sizes = [int(size) for size in all_gather(torch.tensor([len(mine)]))]
+    sizes = [int(size) for size in all_gather(torch.tensor([len(mine)], device="cpu"))]
     for rank, size in zip(ranks, sizes, strict=True):
         if not 0 < size <= MAX_BYTES:  # before anything is allocated for it
             raise RuntimeError(f"rank {rank} announced a message of {size} bytes and one has 1 to {MAX_BYTES}; {_REMEDY}")
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
     padded[: len(mine)] = mine
     return [unpack(part[:size], rank) for part, size, rank in zip(all_gather(padded), sizes, ranks, strict=True)]
 
@@ -72,4 +72,4 @@ def _untagged(found: dict[str, Any]) -> Any:
     dtype, raw = _DTYPES[name], bytearray(base64.b64decode(text, validate=True))
     if len(raw) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for {dtype} {shape}")
-    return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype, device="cpu")
