@@ -77,12 +77,16 @@ def test_iters(ms, calls):
 
 
 def test_every_method_is_first_last_and_behind_others():
-    turns = [bench.in_turn("abcd", turn) for turn in range(4)]
-    assert all(sorted(turn) == list("abcd") for turn in turns) and len({turn[0] for turn in turns}) > 1
-    followed = {(a, b) for turn in turns for a, b in itertools.pairwise(turn)}
-    assert all(len({a for a, b in followed if b == name}) > 1 for name in "abcd")
-    assert bench.in_turn([], 3) == []
-    assert [bench.in_turn("ab", turn)[0] for turn in range(4)] == list("abab")
+    for names in ("", "a", "ab", "abcd", "abcdefgh", "abc", "abcde", "abcdefghi"):
+        turns = [bench.in_turn(names, turn) for turn in range(-1, len(names) - 1)]
+        assert all(sorted(turn) == list(names) for turn in turns)
+        assert len({turn[0] for turn in turns}) == len({turn[-1] for turn in turns}) == len(names) or len(names) % 2
+        followed = [pair for turn in turns for pair in itertools.pairwise(turn)]
+        assert len(names) % 2 or len(set(followed)) == len(followed) == len(names) * (len(names) - 1), "each behind each, once"
+        # the first five rounds, which is what most records have
+        for name in names:
+            before = [a for turn in turns[:5] for a, b in itertools.pairwise(turn) if b == name]
+            assert len(set(before)) >= len(before) - len(names) % 2, f"{name} of {names} stood behind {before}"
 
 
 def test_budget():

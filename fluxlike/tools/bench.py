@@ -13,7 +13,7 @@ Protocol
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
   Buffers and contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
-  work in all, and the methods take turns: in each round each is timed once, in another order. Synchronise, barrier, one untimed
+  work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
   rank. The figure is the median over the rounds (7); smallest and largest stand beside it.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
@@ -75,12 +75,15 @@ def auto_iters(ms: float) -> int:
 
 
 def in_turn(methods: Sequence[Some], turn: int) -> list[Some]:
-    """Another first one in each round, and every other round backwards: what runs before a method takes from its clocks.
+    """The order of a round: within as many rounds as methods, each stands behind every other one once.
 
-    Two only change places; backwards as well, they would be in one order for ever.
+    What runs before a method takes from its clocks, or gives them back: behind the same one in most rounds, equal methods differed
+    by up to 7 %. The order is that of E. J. Williams (1949), for an even number; of an odd number, as if there were one more,
+    so that here and there one stands twice behind another.
     """
-    first = turn % max(len(methods), 1)
-    return [*methods[first:], *methods[:first]][:: -1 if turn % 2 and len(methods) > 2 else 1]
+    places = len(methods) + len(methods) % 2
+    zigzag = [(-i if i % 2 else i) // 2 % places for i in range(places)]
+    return [methods[place] for first in zigzag if (place := (first + turn) % places) < len(methods)]
 
 
 class Budget:
