@@ -62,14 +62,17 @@ def test_the_pool_has_some_of_everything(profile, seed):
         for op in soak_plan.OVERLAPPED:
             assert {getattr(s, name) for s in pool if s.op == op} == {True, False}, name
         assert not any(getattr(s, name) for s in pool if s.op in soak_plan.COLLECTIVES)
+    sparse = [s for s in pool if s.op == soak_plan.SPARSE]
+    assert {s.uneven for s in sparse} == {True, False} and {s.reduction for s in sparse} == {"sum", "avg"}
+    assert not any(s.bias or s.transposed for s in sparse)
     ag = [s for s in pool if s.op == "ag_gemm"]
     assert {s.weights for s in ag} == {1, 2, 3} and {s.gathered for s in ag} == {True, False}
-    assert {s.reduction for s in pool if s.op in ("all_reduce", "reduce_scatter", "reduce")} == {"sum", "avg", "max"}
+    assert {s.reduction for s in pool if s.op in soak_plan.SUMS} == {"sum", "avg", "max"}
     assert {s.reduction for s in pool if s.op in ("gemm_rs", "gemm_ar", "all_gather", "broadcast")} == {"sum"}
     assert any(s.m < 4 for s in pool), "no call leaves a rank without rows"
     assert any(s.m % 4 and s.m > MIN_TILE for s in pool) and any(s.n % 16 for s in pool)
     graphed = {(s.place, s.op, s.schedule) for s in pool if s.graphed}
-    assert graphed == (kinds if profile is GPU else set())
+    assert graphed == ({kind for kind in kinds if kind[1:] != soak_plan.WAITS} if profile is GPU else set())
     if profile is GPU:
         large = [s for s in pool if s.m * s.n * s.k >= 8192 * 4096 * 14336]
         assert {s.op for s in large} == set(soak_plan.OVERLAPPED) and all(s.dtype == "bfloat16" and s.place == 0 for s in large)
@@ -80,7 +83,8 @@ def test_the_steps_have_some_of_everything(seed):
     pool, steps = soak_plan.signatures(seed, 4, GPU), [step for burst in bursts(seed, 2000) for step in burst.steps]
     assert [step.number for step in steps] == list(range(len(steps)))
     kinds = {(s.signature.op, s.signature.schedule, s.mode) for s in steps}
-    assert kinds == {(*kind, mode) for kind in KINDS for mode in soak_plan.MODES}
+    no_graph = {(*soak_plan.WAITS, mode) for mode in soak_plan.GRAPH_MODES}
+    assert kinds == {(*kind, mode) for kind in KINDS for mode in soak_plan.MODES} - no_graph
     repeated = {(s.signature.index, s.data) for s in steps}
     assert repeated == set(itertools.product(range(len(pool)), range(GPU.data)))
     assert {s.delay for s in steps} == set(GPU.delays) and {s.load for s in steps} == set(GPU.loads)
@@ -102,7 +106,7 @@ def test_contexts_are_large_enough_and_all_are_made_again():
     pool = soak_plan.signatures(1, 4, GPU)
     sizes = soak_plan.context_sizes(pool)
     for s in pool:
-        if s.schedule == "kept" or s.op in soak_plan.COLLECTIVES:
+        if s.schedule == "kept" or s.op in (*soak_plan.COLLECTIVES, soak_plan.SPARSE):
             assert s.context is None
         else:
             assert all(size >= need for size, need in zip(sizes[s.context], (s.m, s.n, s.k), strict=True))
@@ -167,7 +171,7 @@ def judged(group, signature, change):
     control = world.current().control_of(group)
     operands = soak_check.Operands(signature, control.size, control.rank, torch.device("cpu"))
     operands.fill(torch.Generator(), 7 + control.rank)
-    if signature.op in soak_plan.COLLECTIVES:
+    if signature.op in (*soak_plan.COLLECTIVES, soak_plan.SPARSE):
         results = soak_check.call(signature, operands, None, group, None)
     elif signature.op == "gemm_ar":
         results = [fluxlike.gemm_ar(operands.x, operands.weights[0], bias=operands.biases[0], group=group)]
@@ -194,6 +198,10 @@ OTHERS = (replace(RS, op="gemm_ar"), *(replace(PLAIN, op=op) for op in soak_plan
 OTHERS += tuple(replace(PLAIN, op=op, reduction=how) for op in ("all_reduce", "reduce_scatter", "reduce") for how in ("avg", "max"))
 for other in (*OTHERS, replace(PLAIN, op="all_reduce", weights=3)):
     CHANGES += ((other, None, True), (other, (other.weights - 1, 0.5), False))
+EXACT = replace(PLAIN, op=soak_plan.SPARSE, schedule="exact", k=200, uneven=True)
+CHANGES += ((EXACT, (0, -1), False),)  # an id; what padded has last is padding
+for other in (EXACT, replace(EXACT, schedule="padded", uneven=False, reduction="avg")):
+    CHANGES += ((other, None, True), (other, (1, 0.5), False))
 
 
 @pytest.mark.parametrize(("signature", "change", "right"), CHANGES)
@@ -435,7 +443,7 @@ def test_a_run_without_a_fault(size, cuda, count):
                     for modes in (*([mode] for mode in (sorted(soak_plan.MODES) if cuda else ["eager"])), soak_plan.MODES)
                 ]
                 assert table[kind] == calls, said
-            graphs = len(KINDS) if cuda else 0
+            graphs = len(KINDS) - 1 if cuda else 0
             assert f"{graphs} graphs" in said and "memory was not judged" in said
 
 

@@ -356,7 +356,7 @@ def spoil(calls: Sequence[Sequence[torch.Tensor]]) -> None:
     """NaN over results, so that what was not written cannot pass for what was."""
     for results in calls:
         for result in results:
-            result.fill_(torch.nan)
+            result.fill_(torch.nan if result.is_floating_point() else -1)
 
 
 # the command line

@@ -13,7 +13,7 @@ import fluxlike
 from ..kernels.tiles import chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from .bench_problems import allowed_error
-from .soak_plan import COLLECTIVES, Signature
+from .soak_plan import COLLECTIVES, SPARSE, Signature
 
 #: What the reference is compared on, at most.
 SAMPLE_ROWS, SAMPLE_COLUMNS = 128, 256
@@ -28,13 +28,16 @@ class Operands:
     gemm_rs, gemm_ar: x [M, K_r], weight [N, K_r], bias [N]. ag_gemm: x [rows of this rank, K], weights [N_r, K], biases [N_r]; of
     several weights each is half as high as the one before, and only every other has a bias. Collectives: x [M, N], of all_gather
     [rows of this rank, N]; ``xs``: x and the other tensors of a list, each with half as many rows as the one before.
+    sparse_all_reduce: x [entries, N] and ``ids`` [1, entries], of rows of [M, N].
     """
 
     def __init__(self, signature: Signature, ranks: int, rank: int, device: torch.device) -> None:
         dtype = getattr(torch, signature.dtype)
         extra = 16 * rank if signature.uneven else 0
         heights: list[int] = []
-        if signature.op in COLLECTIVES:
+        if signature.op == SPARSE:
+            rows, k = signature.ids * rank // (ranks - 1) if signature.uneven and ranks > 1 else signature.ids, signature.n
+        elif signature.op in COLLECTIVES:
             rows, k = rows_of(signature.m, ranks, rank) if signature.op == "all_gather" else signature.m, signature.n
         elif signature.op == "ag_gemm":
             n = signature.n // ranks + extra
@@ -53,15 +56,17 @@ class Operands:
             torch.empty(n, dtype=dtype, device=device) if signature.bias and i % 2 == 0 else None for i, n in enumerate(heights)
         ]
 
-        self._result = rows_of(rows, ranks, rank), signature.n
+        self.ids = torch.zeros(1, rows if signature.op == SPARSE else 0, dtype=torch.int64, device=device)
+        self._result, self._table = (rows_of(rows, ranks, rank), signature.n), signature.m
 
     def room(self) -> torch.Tensor:
         """A tensor for the result of gemm_rs, of NaN."""
         return torch.full(self._result, math.nan, dtype=self.x.dtype, device=self.x.device)
 
     def fill(self, generator: torch.Generator, seed: int) -> None:
-        """Normal random numbers; the same for the same seed."""
+        """Normal random numbers and random rows; the same for the same seed."""
         generator.manual_seed(seed)
+        self.ids.random_(0, self._table, generator=generator)
         for t in (*self.xs, *self._stored, *self.biases):
             if t is not None:
                 t.normal_(generator=generator)
@@ -74,6 +79,10 @@ def call(
     where = group if ctx is None else None
     if signature.op in COLLECTIVES:
         return _collective(signature, operands, group)
+    if signature.op == SPARSE:
+        x = torch.sparse_coo_tensor(operands.ids, operands.x, (signature.m, signature.n), check_invariants=False)
+        y = fluxlike.sparse_all_reduce(x, signature.reduction, group, signature.schedule, max_nnz=signature.ids)
+        return [y._indices(), y._values()]
     if signature.op == "gemm_ar":
         return [fluxlike.gemm_ar(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where)]
     if signature.op == "gemm_rs":
@@ -132,7 +141,7 @@ def judge(
     in the dtype, one rank after the other along the ring. Samples of all ranks count together: those of one may be few. What is
     only moved, or is a maximum, must be equal.
     """
-    compare = {"gemm_rs": _gemm, "gemm_ar": _gemm, "ag_gemm": _ag_gemm}.get(signature.op, _elements)
+    compare = {"gemm_rs": _gemm, "gemm_ar": _gemm, "ag_gemm": _ag_gemm, SPARSE: _rows}.get(signature.op, _elements)
     k, pairs = compare(signature, operands, results, control, random.Random(seed))
     squares = [0.0, 0.0, 0.0]
     largest = [0.0, 0.0]
@@ -220,6 +229,25 @@ def _elements(
             truth = torch.stack([part.double() for part in parts]).sum(0)[mine]
             pairs.append((ours.double() * (size if signature.reduction == "avg" else 1), _around(parts, rank)[mine], truth))
     return size, pairs
+
+
+def _rows(
+    signature: Signature, operands: Operands, results: Sequence[torch.Tensor], control: ControlGroup, rng: random.Random
+) -> tuple[int, list[Pair]]:
+    """Of a sparse sum: all rows of the table in a sample of the columns. An average is compared as a sum."""
+    _, columns = _sample(rng, signature, signature.n)
+
+    def table(ids: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        whole = torch.zeros(signature.m, len(columns), dtype=dtype)
+        return whole.index_add_(0, ids[0].cpu(), values[:, columns].cpu().to(dtype))
+
+    said = control.gather(
+        [table(operands.ids, operands.x, dtype) for dtype in (torch.float64, operands.x.dtype)], "soak: rows of a sparse sum"
+    )
+    ours = table(results[0], results[1], torch.float64) * (control.size if signature.reduction == "avg" else 1)
+    truth = torch.stack([exact for exact, _ in said]).sum(0)
+    most = max(1, control.size * signature.ids // signature.m)  # entries of a row, about
+    return most, [(ours, _around([rounded for _, rounded in said], control.rank), truth)]
 
 
 def _same(ours: torch.Tensor, truth: torch.Tensor) -> Pair:

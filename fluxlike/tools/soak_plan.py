@@ -15,16 +15,22 @@ from typing import Any
 
 #: "kept": a call without a context, on the one that the library keeps; the others are the schedules of a context.
 SCHEDULES = ("auto", "copy_engine", "in_kernel", "sequential", "stream_k", "decomposed", "kept")
-#: The operations that overlap, and those that never have a context, whose schedules are algorithms.
+#: The operations that overlap, and those that are given no context here, whose schedules are algorithms or modes.
 OVERLAPPED = ("gemm_rs", "ag_gemm")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+SPARSE = "sparse_all_reduce"
+#: The host waits in it, so no graph can hold it.
+WAITS = (SPARSE, "exact")
 #: Every operation with its schedules.
 OPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OVERLAPPED, SCHEDULES),
     "gemm_ar": ("auto", "one_shot", "two_shot", "bulk", "kept"),
     "all_reduce": ("auto", "one_shot", "two_shot", "bulk"),
     **dict.fromkeys(COLLECTIVES[1:], ("auto", "words", "bulk")),
+    SPARSE: ("exact", "padded"),
 }
+#: Of them, those with a choice of the reduction.
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
 #: "graph": replays of a captured graph; "mixed": eager calls and replays by turns; "stream": each call on another stream.
 MODES = ("eager", "graph", "mixed", "stream")
 GRAPH_MODES = ("graph", "mixed")
@@ -104,8 +110,9 @@ class Signature:
     """All that decides the bits of a result besides the data. m, n, k are of the whole problem, which the ranks split.
 
     ``place``: the group, an index of `groups`. ``weights``: products of one gather, or tensors of a list of all_reduce.
-    ``uneven``: K (gemm_rs, gemm_ar) or N (ag_gemm) grows by 16 from rank to rank. ``graphed``: a graph of ``graph_calls`` calls
-    is kept for it (that does not change the bits). ``reduction``: of a collective, whose tensors are [m, n] without k.
+    ``uneven``: K (gemm_rs, gemm_ar) or N (ag_gemm) grows by 16 from rank to rank, and `ids` from none. ``graphed``: a graph of
+    ``graph_calls`` calls is kept for it (that does not change the bits). ``reduction``: of a collective, whose tensors are [m, n]
+    without k, or of rows of a sparse [m, n].
     """
 
     index: int
@@ -130,8 +137,13 @@ class Signature:
         return 1 + self.index % 3
 
     @property
+    def ids(self) -> int:
+        """Entries that a rank brings to a sparse sum, at most; each may come several times."""
+        return max(1, self.k // 8)
+
+    @property
     def context(self) -> ContextKey | None:
-        without = self.schedule == "kept" or self.op in COLLECTIVES
+        without = self.schedule == "kept" or self.op in (*COLLECTIVES, SPARSE)
         return None if without else (self.place, self.op, self.schedule, self.dtype)
 
 
@@ -201,6 +213,7 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
     dtypes, weights, gathered = Deck(rng, DTYPES), Deck(rng, (1, 1, 2, 3)), Deck(rng, (True, False))
     narrow = Deck(rng, [dtype for dtype in DTYPES if dtype != "float32"])  # for decomposed, which has no other
     transposed, reductions = Deck(rng, (True, False)), Deck(rng, ("sum", "avg", "max"))
+    means, unlike = Deck(rng, ("sum", "avg")), Deck(rng, (True, False))
     classes = {entry: Deck(rng, entry) for entry in (*profile.world, *profile.half)}
     pool: list[Signature] = []
     for place, op, schedule in [(number, *kind) for number in range(len(groups(ranks))) for kind in kinds(number)]:
@@ -209,17 +222,18 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
         for i, entry in enumerate(entries):
             kind = classes[entry].deal()
             m, n, k = decks[kind if kind in decks else f"{kind} {op}"].deal()
-            ag, gemm, dtype = op == "ag_gemm", op not in COLLECTIVES, "bfloat16"
+            ag, gemm, dtype = op == "ag_gemm", op not in (*COLLECTIVES, SPARSE), "bfloat16"
             if kind != "large":
                 dtype = (narrow if schedule == "decomposed" else dtypes).deal()
             several = op == "all_reduce" or (ag and kind != "large")
             pool.append(
                 Signature(
                     len(pool), place, op, schedule, dtype, m, n, k,
-                    bias=gemm and yes.deal(), transposed=gemm and transposed.deal(), uneven=gemm and seldom.deal(),
+                    bias=gemm and yes.deal(), transposed=gemm and transposed.deal(),
+                    uneven=(gemm and seldom.deal()) or (op == SPARSE and unlike.deal()),
                     weights=weights.deal() if several else 1, gathered=ag and gathered.deal(),
-                    graphed=i == graphed and any(mode in GRAPH_MODES for mode in profile.modes),
-                    reduction=reductions.deal() if op in ("all_reduce", "reduce_scatter", "reduce") else "sum",
+                    graphed=i == graphed and (op, schedule) != WAITS and any(mode in GRAPH_MODES for mode in profile.modes),
+                    reduction=means.deal() if op == SPARSE else reductions.deal() if op in SUMS else "sum",
                 )
             )  # fmt: skip
     return pool
