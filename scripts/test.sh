@@ -21,25 +21,24 @@ EOT
 # Memory, shared memory and barriers of every kernel, in two ranks, and in two as two nodes; says so where it cannot be run.
 # Three of the six side by side, as most of each is the start of two processes that the tool looks at.
 sanitize() {
-  local fx_tool fx_check fx_nodes fx_found=0
+  local fx_tool fx_nodes fx_i fx_found=0 fx_checks=(memcheck racecheck synccheck)
   fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {
     echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
     return 0
   }
   [ "$fx_gpus" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
   for fx_nodes in 1 2; do
-    fx_shards=()
-    for fx_check in memcheck racecheck synccheck; do
-      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "$fx_check" \
-        >"$fx_logs/$fx_check.log" 2>&1 &
+    for fx_i in "${!fx_checks[@]}"; do
+      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
+        >"$fx_logs/$fx_i.log" 2>&1 &
       fx_shards+=($!)
     done
-    for fx_check in memcheck racecheck synccheck; do
-      wait "${fx_shards[0]}" || fx_found=1
-      fx_shards=("${fx_shards[@]:1}")
-      echo "$fx_tool --tool $fx_check on tests/sanitizer_case.py, nodes: $fx_nodes"
-      cat "$fx_logs/$fx_check.log"
+    for fx_i in "${!fx_checks[@]}"; do
+      wait "${fx_shards[fx_i]}" || fx_found=1
+      echo "$fx_tool --tool ${fx_checks[fx_i]} on tests/sanitizer_case.py, nodes: $fx_nodes"
+      cat "$fx_logs/$fx_i.log"
     done
+    fx_shards=()
   done
   return $fx_found
 }

@@ -300,8 +300,8 @@ FORBIDDEN_CALLS = {
 }  # fmt: skip
 #: Where one is right, and why.
 ALLOWED = {
-    ("runtime/interpreter.py", "exec"): "a kernel's own source, rewritten",
-    ("runtime/interpreter.py", "compile"): "the same",
+    ("runtime/rewriting.py", "exec"): "a kernel's own source, rewritten",
+    ("runtime/rewriting.py", "compile"): "the same",
     ("tools/runfile.py", "runpy"): "the program that the user asks it to run",
     ("tools/topo.py", "load"): "a topology: a preset, or a file of JSON, whose every part is checked",
     ("topology/matrix.py", "load"): "the same",

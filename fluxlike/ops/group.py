@@ -118,7 +118,7 @@ class GroupContext(metaclass=Making):
         self.ctl = executor.lasting(lambda: torch.tensor(words, dtype=torch.int64, device=self.device))
 
     def lasting(self, *shape: int, dtype: torch.dtype, make: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
-        """Memory of this rank alone, which stays with the context and may be used on any stream."""
+        """Memory of this rank alone, which stays with the context."""
         return self.world.executor.lasting(lambda: make(shape, dtype=dtype, device=self.device))
 
     def region(self, name: str, dtype: torch.dtype) -> torch.Tensor:

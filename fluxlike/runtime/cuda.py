@@ -296,20 +296,19 @@ class CudaExecutor:
             driver.write_value(raw, address, value)
 
     def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``make`` makes: a tensor that is there beyond the call, and never of memory that the caller wants back.
+        """What ``make`` makes on the current stream: a tensor that is there beyond the call, whoever wants its memory back then.
 
-        A first call of what `torch.compile` makes CUDA graphs of takes all memory of its thread from the graphs' pool, and
+        The first run of what `torch.compile` makes CUDA graphs of takes all memory of its thread from the graphs' pool, and
         nothing but results may stay there. So another thread makes it; in a capture, which other threads' CUDA calls would
         end, this one.
         """
         if self.is_capturing():
             return make()
+        stream = torch.cuda.current_stream(self.device)
 
         def away() -> torch.Tensor:
-            with torch.cuda.device(self.device):
-                made = make()
-                torch.cuda.current_stream().synchronize()  # the caller's stream does not wait for this thread's
-                return made
+            with torch.cuda.stream(stream):
+                return make()
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(away).result()

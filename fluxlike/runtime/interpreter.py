@@ -13,7 +13,7 @@ calls the kernel as Python. As shipped it cannot serve here, for five reasons, a
   on a GPU both are resident. `programs.Grid` keeps all programs alive and passes one baton between them.
 * A block behind a tensor descriptor is moved element by element through a block of pointers. `_Builder` takes a strided
   view of the memory.
-* It adds the names of its own module to the globals of the kernel's module. `_interpreted` uses a closure.
+* It adds the names of its own module to the globals of the kernel's module. `rewriting` uses a closure.
 
 Everything else — loads, stores, atomics that are real atomics across processes — is Triton's own code.
 
@@ -23,15 +23,12 @@ interpret a kernel by other means.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
 import math
-import textwrap
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +41,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import programs
 from .programs import Schedule, configure, yield_program
+from .rewriting import interpreted, plain
 
 __all__ = ["Schedule", "configure", "run", "yield_program"]
 
@@ -226,85 +224,8 @@ def _assign(value: Any) -> Any:
     return _semantic.to_tensor(value, False)
 
 
-def _plain(value: Any) -> Any:
-    """A global constexpr as the number it holds: ``constexpr + tensor`` would be a constexpr that holds a tensor."""
-    return value.value if isinstance(value, tl.constexpr) else value
-
-
-class _Rewriter(ast.NodeTransformer):
-    """Puts `_assign` around what a kernel assigns or counts, and `_plain` around the constants from outside."""
-
-    def __init__(self, constants: set[str]) -> None:
-        self.constants = constants
-
-    @staticmethod
-    def _call(name: str, argument: ast.expr) -> ast.Call:
-        return ast.Call(func=ast.Name(id=name, ctx=ast.Load()), args=[argument], keywords=[])
-
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:
-        self.generic_visit(node)
-        node.value = self._call("_fluxlike_assign", node.value)
-        return node
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        self.generic_visit(node)
-        # range and tl.range count in tensors, so that ``i.to(tl.int64)`` works; tl.static_range in Python's numbers.
-        called = getattr(node.iter, "func", None)
-        name = getattr(called, "id", None) or getattr(called, "attr", None)
-        if name == "range" and isinstance(node.target, ast.Name):
-            counted = self._call("_fluxlike_assign", ast.Name(id=node.target.id, ctx=ast.Load()))
-            node.body.insert(0, ast.Assign(targets=[node.target], value=counted))
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        # ``CONSTANT.value`` asks the constexpr itself.
-        return node if isinstance(node.value, ast.Name) else self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        if isinstance(node.ctx, ast.Load) and node.id in self.constants:
-            return self._call("_fluxlike_plain", node)
-        return node
-
-
-_rewritten: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
-#: The code of every rewritten function; its line numbers are those of the source. For reports of where a kernel stands.
-kernel_codes: set[types.CodeType] = set()
-
-
 def _interpreted(fn: types.FunctionType) -> Callable:
-    """The Python function that stands for ``fn`` under the interpreter; made once, kept while ``fn`` lives.
-
-    The helpers reach it as closure variables, so the globals of the kernel's module are used as they are, live and
-    unchanged. The kernel's own closure is kept too: a kernel may be defined inside a test.
-    """
-    if fn in _rewritten:
-        return _rewritten[fn]
-    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    constants = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), tl.constexpr)} | {*cells}
-    lines, first = inspect.getsourcelines(fn)
-    node: Any = ast.parse(textwrap.dedent("".join(lines))).body[0]
-    node = _Rewriter(constants).visit(node)
-    node.name, node.decorator_list, node.returns = "_fluxlike_body", [], None
-    for arg in ast.walk(node.args):
-        if isinstance(arg, ast.arg):
-            arg.annotation = None
-    node.args.defaults = [ast.Constant(value=None) for _ in node.args.defaults]
-    node.args.kw_defaults = [default and ast.Constant(value=None) for default in node.args.kw_defaults]
-    names = ["_fluxlike_assign", "_fluxlike_plain", *cells]
-    module = ast.parse(f"def _fluxlike_factory({', '.join(names)}):\n    return _fluxlike_body")
-    factory_node: Any = module.body[0]
-    factory_node.body.insert(0, node)
-    ast.increment_lineno(node, first - 1)
-    namespace: dict[str, Any] = {}
-    exec(compile(ast.fix_missing_locations(module), inspect.getfile(fn), "exec"), fn.__globals__, namespace)
-    code = namespace["_fluxlike_factory"](_assign, _plain, *cells).__code__.replace(co_name=fn.__name__)
-    cells |= {"_fluxlike_assign": types.CellType(_assign), "_fluxlike_plain": types.CellType(_plain)}
-    closure = tuple(cells[name] for name in code.co_freevars)
-    result = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
-    result.__kwdefaults__ = fn.__kwdefaults__
-    _rewritten[fn] = result
-    kernel_codes.add(code)
-    return result
+    return interpreted(fn, _assign)
 
 
 # triton.language, for the length of a call
@@ -339,7 +260,7 @@ def _in_float32(apply: Callable) -> Callable:
     def wrapped(input: Any, axis: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = input if isinstance(input, tuple) else (input,)
         wide = tuple(tl.cast(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in inputs)
-        results = apply(wide, _plain(axis), *map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
+        results = apply(wide, plain(axis), *map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
         results = tuple(tl.cast(y, x.dtype) for x, y in zip(inputs, results, strict=True))
         return results if isinstance(input, tuple) else results[0]
 
@@ -363,7 +284,7 @@ def _init_tensor(self: Any, handle: Any, type: Any) -> None:
 
 def _equal_types(self: Any, other: Any) -> bool:
     """``tl.dtype.__eq__``."""
-    other = _plain(other)
+    other = plain(other)
     return isinstance(other, tl.dtype) and self.name == other.name
 
 
@@ -524,6 +445,6 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     if x * y * z <= 0:
         return
     with _patched():
-        values = {k: _plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
+        values = {k: plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
         body = functools.partial(_interpreted(fn), **values)
         programs.run_grid(fn.__name__, body, (x, y, z))

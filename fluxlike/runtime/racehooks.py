@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 import triton.runtime.interpreter as stock
 
-from . import control, interpreter, programs, racecheck, racehost
+from . import control, interpreter, programs, racecheck, racehost, rewriting
 from .control import ControlGroup
 from .cpu import CpuCopyEngine, CpuExecutor
 from .racecheck import Checker
@@ -47,7 +47,7 @@ def place() -> str:
     inner: tuple[CodeType, int] | None = None
     outer: tuple[CodeType, int] | None = None
     while frame is not None:
-        if frame.f_code in interpreter.kernel_codes:
+        if frame.f_code in rewriting.kernel_codes:
             outer = (frame.f_code, frame.f_lineno)
             inner = inner or outer
         elif outer is not None and frame.f_code is _WORK:

@@ -234,12 +234,12 @@ def _elements(
 def _rows(
     signature: Signature, operands: Operands, results: Sequence[torch.Tensor], control: ControlGroup, rng: random.Random
 ) -> tuple[int, list[Pair]]:
-    """Of a sparse sum: all rows of the table in a sample of the columns. An average is compared as a sum."""
-    _, columns = _sample(rng, signature, signature.n)
+    """Of a sparse sum: a sample of the table's rows and columns. An average is compared as a sum."""
+    rows, columns = _sample(rng, signature, signature.n)
 
     def table(ids: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         whole = torch.zeros(signature.m, len(columns), dtype=dtype)
-        return whole.index_add_(0, ids[0].cpu(), values[:, columns].cpu().to(dtype))
+        return whole.index_add_(0, ids[0].cpu(), values[:, columns].cpu().to(dtype))[rows]
 
     said = control.gather(
         [table(operands.ids, operands.x, dtype) for dtype in (torch.float64, operands.x.dtype)], "soak: rows of a sparse sum"
