@@ -496,7 +496,7 @@ def test_from_the_command_line(tmp_path):
     assert read["ok"] and read["failures"] == [] and read["heap"] == "shm"
     assert read["environment"]["command"].startswith("python -m fluxlike soak --minutes 0.05")
     assert read["compared_bitwise"] == read["calls"] == sum(read["calls_by_kind"].values()) > 0
-    assert read["launches"] >= 2 * read["calls"] and read["compared_with_reference"] >= 1
+    assert read["launches"] >= read["calls"] and read["compared_with_reference"] >= 1
     kinds = len(KINDS)
     assert read["warm_up"]["calls"] == 2 * kinds and read["warm_up"]["judged"] == kinds
     assert done.stdout.rstrip().endswith("soak-R2.json") and "\nfailures 0\n" in done.stdout
