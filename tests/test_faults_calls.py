@@ -213,6 +213,33 @@ def test_what_a_rank_that_gave_up_passed_on(op):
     run_ranks(passes_on, 2, op=op)
 
 
+def closes_unseen(group, op):
+    """What a kernel reported and no call raised comes when the context is closed, but not in place of an error of the ``with``."""
+    rank = dist.get_rank(group)
+
+    def life(*ends):
+        with make_context(op, "in_kernel", group) as ctx:
+            call(ctx, 1)
+            if rank == 0:
+                ctx.report[1:7] = torch.tensor([2, 1, 7, 6, 7, 0])
+                ctx.report[0] = 1
+            for end in ends:
+                raise end
+        assert rank
+
+    said, _ = told(life, fluxlike.PeerTimeout)
+    assert said.startswith(f"PeerTimeout: {op}: rank 0 waited 60 s for rank 1: ") == (rank == 0), said
+    works(group)
+    said, _ = told(partial(life, KeyError("of the caller")), fluxlike.PeerTimeout, KeyError)
+    assert said == "KeyError: 'of the caller'"
+    works(group)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_failure_that_no_call_has_raised(op):
+    run_ranks(closes_unseen, 2, op=op)
+
+
 def loses_a_copy_signal(group, op):
     """The flag behind a copy does not arrive, on GPUs either: a time-out within its limit, and new contexts work."""
     rank = dist.get_rank(group)

@@ -329,8 +329,10 @@ class GroupContext(metaclass=Making):
     # -- closing --------------------------------------------------------------------------------------------------------
 
     def unseen_failure(self) -> Exception | None:
-        """A failure that no call has raised yet; for finalize, after the device is done."""
-        return None if self._seen else self.failure()
+        """A failure that no call has raised, which whoever closes the context raises now; after the device is done."""
+        unseen = None if self._seen else self.failure()
+        self._seen = self._seen or unseen is not None
+        return unseen
 
     def close(self) -> None:
         """Give the memory back; collective over the group, and harmless when called again.
@@ -338,12 +340,14 @@ class GroupContext(metaclass=Making):
         Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
         the missing rank may still write to) and goes on. In a forked child it does nothing: the memory is the parent's.
 
-        Raises CallMismatch, when all is done, if this rank learns only here that the ranks are out of step.
+        Raises, when all is done: CallMismatch if this rank learns only here that the ranks are out of step; what a call of this
+        context came to, as PeerTimeout, if no call has raised it.
         """
         if self.closed or self.world.is_forked:
             return
         self.world.executor.synchronize()
         together = [context for context in (self, *self.inner) if not context.closed]
+        unseen = [failure for context in together if (failure := context.unseen_failure()) is not None]
         for context in together:
             context._end()
         everyone, mismatch = self.control.part(f"closing {self.label}")
@@ -351,8 +355,8 @@ class GroupContext(metaclass=Making):
             self.board.members.remove(context)
             if everyone:
                 self.world.heap.free(context.block)
-        if mismatch is not None:
-            raise mismatch
+        if mismatch is not None or unseen:
+            raise mismatch or unseen[0]
 
     def _end(self) -> None:
         """No call comes any more, and the device is done."""
@@ -372,16 +376,21 @@ class GroupContext(metaclass=Making):
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
-            self.close()
-        except ValueError as problem:  # a mismatch, or what the last calls have found out
-            if error is None:
-                raise
-            world.log.warning("rank %d: %s", self.group_ranks[self.rank], problem)  # beside the error that is on its way
+        leave(self, error)
 
 
 _by_ctl: dict[int, GroupContext] = {}
 #: When the wait that a thread is in began.
+def leave(context: Any, error: BaseException | None) -> None:
+    """Close it at the end of a ``with``. What that finds out is raised, or logged beside the error that is on its way."""
+    try:
+        context.close()
+    except (ValueError, PeerTimeout) as problem:  # a mismatch, or what the last calls came to
+        if error is None:
+            raise
+        world.log.warning("rank %d: %s", context.group_ranks[context.rank], problem)
+
+
 _waits: dict[int, float] = {}
 
 

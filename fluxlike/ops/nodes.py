@@ -36,7 +36,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import validate
 from .exchange import Compiled
-from .group import Making
+from .group import Making, leave
 from .group import kept as group_kept
 from .messages import messages
 
@@ -179,10 +179,12 @@ class NodesContext(metaclass=Making):
         return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
-        return None if self._seen else self._error or self.inner.unseen_failure() or self.messages.failure()
+        unseen = None if self._seen else self._error or self.inner.unseen_failure() or self.messages.failure()
+        self._seen = self._seen or unseen is not None
+        return unseen
 
     def close(self) -> None:
-        """Collective over the group; harmless when called again."""
+        """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
         if self.closed or self.world.is_forked:
             return
         self.closed = True
@@ -190,15 +192,18 @@ class NodesContext(metaclass=Making):
             self.world.contexts.remove(self)
         self.messages.quiet()
         self.world.executor.synchronize()
+        unseen = self.unseen_failure()
         everyone, _ = self.control.part(f"closing {self.label}")
         self.messages.close(everyone)
         self.inner.close()
+        if unseen is not None:
+            raise unseen
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        leave(self, error)
 
 
 class _Call:

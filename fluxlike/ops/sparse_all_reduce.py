@@ -187,21 +187,6 @@ class SparseAllReduceContext(EpochContext):
             self._release()
         return super().failure()
 
-    def unseen_failure(self) -> Exception | None:
-        unseen = super().unseen_failure()
-        self._seen = self._seen or unseen is not None  # so that finalize, which raises it, can close this context
-        return unseen
-
-    def close(self) -> None:
-        """As `GroupContext.close`. Raises ValueError, when all is done, if ids were not those started, and nobody was told."""
-        if self.closed or self.world.is_forked:
-            return
-        self.world.executor.synchronize()
-        unseen = self.unseen_failure() if self._differed.value else None
-        super().close()
-        if unseen is not None:
-            raise unseen
-
     # -- values ---------------------------------------------------------------------------------------------------------
 
     def run(self, pending: Pending, values: torch.Tensor, rows: int, op: str, owned: bool, padded: bool) -> torch.Tensor:

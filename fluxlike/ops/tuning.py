@@ -6,6 +6,7 @@ collective anyway, measures the largest problem that the context is for: M = max
 themselves are not tuned: their sizes are rounded up, and who made the call did not ask for a pause of a second.
 """
 
+import contextlib
 import functools
 import statistics
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime import world
+from ..runtime.errors import PeerTimeout
 from . import choice, tuned
 from .choice import Choice, Problem
 
@@ -119,7 +121,8 @@ class _Trials:
         if not wrong:
             return [theirs for theirs, _ in said]
         world.log.warning("%s: a choice that was to be measured failed: %s", self.ctx.op, wrong[0])
-        self.ctx.close()
+        with contextlib.suppress(ValueError, PeerTimeout):  # a rank may learn only here of what went wrong
+            self.ctx.close()
         self.ctx = self._make()
         self._call = self._sample(self.ctx)
         return None

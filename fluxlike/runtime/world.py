@@ -173,7 +173,7 @@ class World:
         for context in list(self.contexts):
             try:
                 context.close()
-            except CallMismatch as error:
+            except (CallMismatch, PeerTimeout) as error:
                 unseen.append(error)
         everyone, mismatch = self.control.part("fluxlike.finalize")
         if mismatch is not None:

@@ -46,6 +46,7 @@ import torch
 from ..ops import tuning
 from ..ops.context import check_arguments
 from ..runtime import world
+from ..runtime.errors import PeerTimeout
 from . import bench_records, bench_report, command
 from .bench_bursts import Bursts
 from .bench_peers import Failed, Lost, Peers
@@ -172,7 +173,7 @@ class Bench:
         """The ranks may have made different calls, after which no context of theirs is of use: new ones for the methods so far."""
         for method in methods:
             if method.context is not None:
-                with contextlib.suppress(ValueError):  # a rank may learn only here that they did
+                with contextlib.suppress(ValueError, PeerTimeout):  # a rank may learn only here that they did
                     method.context.close()
                 method.context = None
                 if method.row.status == "ok":

@@ -27,6 +27,7 @@ from ..ops import choice, tuned, tuning
 from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
+from ..runtime.errors import PeerTimeout
 from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
@@ -102,7 +103,7 @@ class Tuner:
 
     def _close(self) -> None:
         if self.context is not None:
-            with contextlib.suppress(ValueError):  # a rank may learn only here that the ranks are out of step
+            with contextlib.suppress(ValueError, PeerTimeout):  # a rank may learn only here of what went wrong
                 self.context.close()
         self.context = None
 
