@@ -12,7 +12,8 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
                                                  the test files on N GPUs (default: all), every rank in its own process; with --jobs
                                                  over J pytests side by side, which compile side by side, and after them those tests
                                                  that stand none beside them; without arguments then those that end processes, and
-                                                 every kernel under compute-sanitizer, on two GPUs, where that is installed
+                                                 every kernel under compute-sanitizer, on two GPUs, where that is installed. What is
+                                                 behind a test that failed runs in new processes, unless -x is given
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -69,7 +70,21 @@ if [ "${1:-}" = gpu ]; then
   export FLUXLIKE_TEST_HEAP
   # No cache of failures: the ranks would write the same files.
   fx_pytest=(-m pytest -q -p no:cacheprovider)
-  launch() { bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" "$@"; }
+  # A test that fails may leave its ranks apart, and those behind it would fail, too: they run in new ranks.
+  launch() {
+    local fx_at fx_behind=() fx_code=0 fx_bad=0
+    fx_at=$(mktemp "$fx_logs/at.XXXXXX") # where rank 0 writes which test it is at
+    while :; do
+      : >"$fx_at"
+      bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" -x --at "$fx_at" ${fx_behind[@]+"${fx_behind[@]}"} "$@" ||
+        fx_code=$?
+      [ "$fx_code" -ne 0 ] || return "$fx_bad"
+      fx_bad=$fx_code fx_code=0
+      # Ended by a signal, in front of any test, or as the caller wants it.
+      if [ "$fx_bad" -gt 128 ] || [ ! -s "$fx_at" ] || [[ " $* " =~ \ (-x|--maxfail|--exitfirst) ]]; then return "$fx_bad"; fi
+      fx_behind=(--behind "$(cat "$fx_at")")
+    done
+  }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
   trap 'kill ${fx_shards[@]+"${fx_shards[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
   if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi

@@ -4,6 +4,7 @@ import faulthandler
 import os
 import signal
 import sys
+from pathlib import Path
 
 import cover
 import pytest
@@ -24,6 +25,8 @@ LIMIT_S = 240
 
 def pytest_addoption(parser):
     parser.addoption("--shard", metavar="I/N", help="of the tests, every Nth from the Ith on, counted from 0")
+    parser.addoption("--behind", metavar="TEST", help="of these, those behind this one")
+    parser.addoption("--at", metavar="FILE", help="where rank 0 of torchrun writes which test it is at")
 
 
 def pytest_ignore_collect(collection_path):
@@ -45,8 +48,10 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol():
+def pytest_runtest_protocol(item):
     """Ends a rank whose test hangs, and says where it stands; torchrun ends the others."""
+    if (at := item.config.getoption("--at")) and ranks.TORCHRUN_RANK <= 0:
+        Path(at).write_text(item.nodeid)
     if not ranks.TORCHRUN:
         return (yield)
     faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=ranks.STDERR)
@@ -66,6 +71,12 @@ def pytest_sessionstart(session):
     cover.quiet()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    if session.config.getoption("--behind") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = pytest.ExitCode.OK  # the last one was the one that failed
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
     for item in items:
@@ -75,6 +86,10 @@ def pytest_collection_modifyitems(config, items):
         first, step = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])
         items[:] = items[first::step]
+    if behind := config.getoption("--behind"):
+        number = [item.nodeid for item in items].index(behind) + 1
+        config.hook.pytest_deselected(items=items[:number])
+        del items[:number]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -115,6 +115,37 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
         assert all("--nproc-per-node=2 " in line and f"-- tests/sanitizer_case.py {sanitizer} " in line for line in ran)
 
 
+@pytest.mark.parametrize(("given", "launches"), (((), 3), (("--jobs", "2"), 9), (("-x",), 1)))
+def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launches):
+    """test.sh gpu with a stand-in for Python, whose first two tests fail wherever they run."""
+    first, second = "tests/test_a.py::test_it[of two words]", "tests/test_b.py::test_it"
+    python = f"""case "$2" in
+      torch.distributed.run)
+        echo "$*" >>{tmp_path}/ran
+        while [ "$1" != --at ]; do shift; done
+        case "$*" in
+          *"--behind {second}"*) ;;
+          *"--behind {first}"*) printf '%s' "{second}" >"$2"; exit 1 ;;
+          *) printf '%s' "{first}" >"$2"; exit 1 ;;
+        esac ;;
+      pytest) ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    for name, text in (("nvidia-smi", "echo 'GPU 0: a'"), ("python", python)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    command = ["bash", "scripts/test.sh", "gpu", *given, "-k", "some"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    ran = (tmp_path / "ran").read_text().splitlines()
+    assert len(ran) == launches and all(" -x " in line and line.endswith(" -k some") for line in ran), ran
+    parts = 3 if "--jobs" in given else 1
+    for name in (first, second) if launches > 1 else ():
+        assert sum(f"--behind {name} " in line for line in ran) == parts, ran
+
+
 @pytest.fixture
 def address(monkeypatch):
     """scripts/address.py on a machine 10.0.0.1 (eth0) and 192.168.7.1 (ib0), whose default route is by eth0."""
