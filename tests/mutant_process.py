@@ -15,7 +15,7 @@ from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
 
-from fluxlike.runtime import interpreter
+from fluxlike.runtime import rewriting
 
 KERNELS = (
     "ag_collect_kernel",
@@ -91,7 +91,7 @@ def swap(module: str, path: str) -> None:
         function = functools.reduce(getattr, name.split("."), there)
         function = getattr(function, "fn", function)  # of a kernel
         function.__code__ = after[name]
-        interpreter._rewritten.pop(function, None)
+        rewriting.rewritten.pop(function, None)
 
 
 def load(module: str, path: str) -> None:

@@ -57,7 +57,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
 
-_rewritten: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
+#: What is made of each kernel and device function.
+rewritten: weakref.WeakKeyDictionary[Callable, Callable] = weakref.WeakKeyDictionary()
 #: The code of every rewritten function; its line numbers are those of the source. For reports of where a kernel stands.
 kernel_codes: set[types.CodeType] = set()
 
@@ -69,8 +70,8 @@ def interpreted(fn: types.FunctionType, assign: Callable[[Any], Any]) -> Callabl
     The helpers reach it as closure variables, so the globals of the kernel's module are used as they are, live and
     unchanged. The kernel's own closure is kept too: a kernel may be defined inside a test.
     """
-    if fn in _rewritten:
-        return _rewritten[fn]
+    if fn in rewritten:
+        return rewritten[fn]
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     constants = {name for name in fn.__code__.co_names if isinstance(fn.__globals__.get(name), tl.constexpr)} | {*cells}
     lines, first = inspect.getsourcelines(fn)
@@ -94,6 +95,6 @@ def interpreted(fn: types.FunctionType, assign: Callable[[Any], Any]) -> Callabl
     closure = tuple(cells[name] for name in code.co_freevars)
     result = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
     result.__kwdefaults__ = fn.__kwdefaults__
-    _rewritten[fn] = result
+    rewritten[fn] = result
     kernel_codes.add(code)
     return result
