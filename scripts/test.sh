@@ -87,6 +87,7 @@ if [ "${1:-}" = gpu ]; then
   }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
   trap 'kill ${fx_shards[@]+"${fx_shards[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+  trap 'exit 130' INT # torchrun ends as if a test had failed, behind which the others would run
   if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
     launch -m "not alone" --shard "$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &

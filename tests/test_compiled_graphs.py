@@ -67,14 +67,16 @@ def replayed(group, make):
     for seed in range(STEPS):
         x = torch.randn(2, 8, features, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank(group))).to(device())
         x = x.flatten(0, 1) if make is functions else x
+        first = test_library.total_calls()
         expected = step(run, leaves, x)
         before = test_library.total_calls()
         got = step(fast, leaves, x)
         made.append(test_library.total_calls() - before)
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=lambda m: f"step {seed}, {i}: {m}")  # noqa: B023
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m: f"step {seed}, {i}: {m}")  # noqa: B023
     assert counters["inductor"]["cudagraph_skips"] == 0, counters["inductor"]
-    assert made[0] == made[1] > 0 and made[3:] == [0] * (STEPS - 3), made
+    recorded = tp.replaced if make is async_tp else before - first  # of the others, as many as a plain step makes
+    assert made[1] == recorded > 0 and made[3:] == [0] * (STEPS - 3), made
     assert make is not async_tp or not any(report.left for report in tp.graphs), str(tp)
 
 

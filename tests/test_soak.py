@@ -387,6 +387,24 @@ def values(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
+def remakes_all(run):
+    warm_up = run.warm_up
+
+    def then():
+        said = warm_up()
+        for key in list(run.contexts):
+            before = run.launches()
+            run.remake(key, 8)
+            assert run.launches() == before, key
+        return said
+
+    run.warm_up = then
+
+
+def test_launches_of_contexts_that_are_made_again_count_once():
+    assert [status for status, *_ in values(ranks.run_fresh(small_run, 2, sabotage=remakes_all, count=1))] == [0, 0]
+
+
 def test_a_wrong_bit_is_found_and_told_with_its_step():
     (status, said, failures), (other, silence, theirs) = values(ranks.run_fresh(small_run, 2, sabotage=wrong_bit))
     assert status == other == 1 and failures == theirs and failures
@@ -496,7 +514,7 @@ def test_from_the_command_line(tmp_path):
     assert read["ok"] and read["failures"] == [] and read["heap"] == "shm"
     assert read["environment"]["command"].startswith("python -m fluxlike soak --minutes 0.05")
     assert read["compared_bitwise"] == read["calls"] == sum(read["calls_by_kind"].values()) > 0
-    assert read["launches"] >= read["calls"] and read["compared_with_reference"] >= 1
+    assert read["launches"] >= 2 * read["calls"] and read["compared_with_reference"] >= 1
     kinds = len(KINDS)
     assert read["warm_up"]["calls"] == 2 * kinds and read["warm_up"]["judged"] == kinds
     assert done.stdout.rstrip().endswith("soak-R2.json") and "\nfailures 0\n" in done.stdout

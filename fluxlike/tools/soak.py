@@ -90,7 +90,8 @@ class Soak:
 
     def launches(self) -> int:
         """Kernels of the library that this rank has launched or replayed."""
-        return self.launched + sum(ctx.stats["launches"] for ctx in world.current().contexts)  # type: ignore[attr-defined]
+        counts = {id(ctx.stats): ctx.stats for ctx in world.current().contexts}  # type: ignore[attr-defined]  # inner ones share theirs
+        return self.launched + sum(stats["launches"] for stats in counts.values())
 
     def seconds(self) -> float:
         return time.monotonic() - self.begun
