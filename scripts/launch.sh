@@ -21,6 +21,8 @@ while [ $# -gt 0 ]; do
     -h | --help) usage; exit 0 ;;
     --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; fx_nproc=$2; shift 2 ;;
     --nproc=*) fx_nproc=${1#*=}; shift ;;
+    --nnodes=*) fx_nnodes=${1#*=}; shift ;;
+    --rdzv=*) fx_rdzv=${1#*=}; shift ;;
     --nnodes) [ $# -ge 2 ] || die "--nnodes needs a number."; fx_nnodes=$2; shift 2 ;;
     --rdzv) [ $# -ge 2 ] || die "--rdzv needs HOST:PORT."; fx_rdzv=$2; shift 2 ;;
     -m) [ $# -ge 2 ] || die "-m needs the name of a module."; fx_module=-m fx_target=$2; shift 2; break ;;

@@ -175,11 +175,6 @@ def blocks(function: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield block
 
 
-def _contains(statement: ast.AST, wanted: str) -> bool:
-    """Whether a statement holds ``store`` or ``load``: of a block, of a descriptor, or in a function with that in its name."""
-    return any(wanted in name_of(node) or (wanted == "load" and name_of(node) == "add_partials") for node in ast.walk(statement))
-
-
 def assigned(statement: ast.stmt) -> set[str]:
     return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 

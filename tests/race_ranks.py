@@ -18,7 +18,7 @@ from fluxlike.ops.context import Context
 from fluxlike.ops.group import resolve
 from fluxlike.runtime import env, programs, racecheck, racehooks
 from fluxlike.runtime.errors import RaceError
-from fluxlike.runtime.racecheck import Checker
+from fluxlike.runtime.racecheck import Checker, Done
 from fluxlike.runtime.racereport import READ, STORE
 
 RELAXED, ACQUIRE, RELEASE, ACQ_REL = range(4)
@@ -73,6 +73,7 @@ class Ranks:
         with ThreadPoolExecutor(size) as pool:  # making one is collective
             self.checkers = list(pool.map(make, controls))
         self.grids = [None] * size
+        self.words = {}
 
     def launch(self, rank, count=2):
         """The programs of a grid on ``rank`` begin."""
@@ -106,16 +107,30 @@ class Ranks:
     def write(self, me, owner, *place, **how):
         self.touch(STORE, me, owner, *place, **how)
 
-    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False, wrote=None):
+    def atomic(self, me, owner, order, scope=SYS, offset=WORD, poll=False, wrote=None, numbers=()):
         with self.acting(*me) as checker:
             words = np.array([self.at(owner, offset)], np.uint64)
-            return checker.atomic(words, 8, order, scope, lambda: ("done", None if wrote is None else np.array([wrote])), poll)
+            done = Done("done", None if wrote is None else np.array([wrote]), *numbers)
+            return checker.atomic(words, 8, order, scope, lambda: done, poll)
 
     def signal(self, me, owner, order=RELEASE, scope=SYS, offset=WORD):
         assert self.atomic(me, owner, order, scope, offset) == "done"
 
     def wait(self, me, owner, order=ACQUIRE, scope=SYS, offset=WORD):
         self.atomic(me, owner, order, scope, offset, poll=True)
+
+    def count(self, me, owner, value, order=RELEASE, scope=SYS, offset=WORD):
+        """A signal that sets a word to ``value``."""
+        before, self.words[owner, offset] = self.words.get((owner, offset), 0), value
+        self.atomic(me, owner, order, scope, offset, numbers=(np.array([before]), np.array([value])))
+
+    def wait_for(self, me, owner, want, offset=WORD):
+        """One look at a word by a wait until it is ``want`` or more; whether it is."""
+        there = self.words.get((owner, offset), 0)
+        with self.acting(*me) as checker:
+            checker.current().awaits = (self.at(owner, offset), want)
+        self.atomic(me, owner, ACQUIRE, SYS, offset, poll=True, numbers=(np.array([there]), np.array([there])))
+        return there >= want
 
     def swap(self, me, owner, met, order=ACQ_REL, offset=WORD):
         """A compare-and-swap; ``met``: it found what it compares with, and wrote."""

@@ -143,6 +143,16 @@ def refusals(group):
     ):
         said, _ = told(wrong, ValueError)
         assert says in said, said
+    if device().type == "cpu":  # a buffer that others have filled, from an odd byte on
+        odd = torch.frombuffer(bytearray(40), dtype=torch.float32, offset=5, count=8)
+        weight = torch.zeros(2, 4)
+        for act in (
+            lambda: fluxlike.all_reduce([odd, x], group), lambda: fluxlike.all_reduce_([x, odd], group),
+            lambda: fluxlike.broadcast(odd, 0, group), lambda: fluxlike.gemm_ar(odd.view(2, 4), weight, group=group),
+        ):  # fmt: skip
+            said, _ = told(act, ValueError)
+            assert "no multiple of the 4 bytes of its elements; use x.clone()" in said, said
+        assert torch.equal(fluxlike.all_gather(odd.view(torch.uint8), group).view(torch.float32), torch.zeros(16))
     size = float(dist.get_world_size(group))
     assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, size))
     fluxlike.all_reduce_([x[3:].fill_(1), x[3:3], x[:2].fill_(2)], group)  # parts of one memory, side by side and apart

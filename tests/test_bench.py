@@ -14,7 +14,7 @@ import fluxlike
 
 pytest.importorskip("rich")
 
-from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report
+from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, soak, trace
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
@@ -389,3 +389,23 @@ def test_times_of_bursts(capsys, tmp_path):
     assert second["limit_ms"] == pytest.approx(1.5 * 2 * (1000 + (2 << 20)) / 360e9 * 1e3)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "all_reduce-resnet50-R4-graph.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("tool", ("bench", "soak", "trace"))
+def test_where_nothing_can_be_written(tool, tmp_path, capsys, monkeypatch):
+    """It is found before anything is measured, by the rank that writes, and said once."""
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    parse = {
+        "bench": lambda: bench.parse(["gemm_rs", "--out", out], cuda=False),
+        "soak": lambda: soak.parse(["--minutes", "600", "--out", out]),
+        "trace": lambda: trace.parse(["gemm_rs", "--out", out]),
+    }[tool]
+    monkeypatch.setenv("RANK", "1")
+    assert parse().out == out
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        parse()
+    assert end.value.code == 2 and f"{tool}: error: --out {out}: " in capsys.readouterr().err
+    out = str(tmp_path / "new" / "out")
+    assert parse().out == out and not any((tmp_path / "new" / "out").iterdir())

@@ -1,4 +1,4 @@
-"""torch.compile with CUDA graphs of torch's own, as mode="reduce-overhead" records them. Under launch.sh."""
+"""torch.compile with CUDA graphs of torch's own, as mode="reduce-overhead" records them, under launch.sh; and without, anywhere."""
 
 import pytest
 import test_async_tp
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fluxlike
 
-pytestmark = pytest.mark.gpu
 STEPS = 7
 
 
@@ -56,30 +55,50 @@ def step(run, leaves, x):
     return [t.detach().clone() for t in (y, x.grad, *grads)]
 
 
-def replayed(group, make):
-    """The first steps make the contexts and are recorded; the others replay, on changing inputs, with eager steps in between."""
+def stepped(group, make, graphs):
+    """Steps on changing inputs, with eager ones in between, make as many calls as plain ones, or none where graphs are replayed.
+
+    The first steps make the contexts and are recorded.
+    """
     test_async_tp.compilable()
     counters.clear()
     run, leaves, features = make(group)
-    tp = fluxlike.nn.AsyncTP()
-    how = {"options": {**tp.options, "triton.cudagraphs": True}} if make is async_tp else {"mode": "reduce-overhead"}
+    tp, how, plain = fluxlike.nn.AsyncTP(), dict(mode="reduce-overhead") if graphs else dict(backend="aot_eager"), run
+    if make is async_tp:  # a pass of inductor's; a step that is not compiled makes no call
+        how = dict(options=tp.options | {"triton.cudagraphs": graphs})
+        plain = torch.compile(run, fullgraph=True, options=fluxlike.nn.AsyncTP().options) if graphs else None
     fast, made = torch.compile(run, fullgraph=True, **how), []
+
+    def counted(run, x):
+        before = test_library.total_calls()
+        results = step(run, leaves, x)
+        made.append(test_library.total_calls() - before)
+        return results
+
     for seed in range(STEPS):
         x = torch.randn(2, 8, features, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank(group))).to(device())
         x = x.flatten(0, 1) if make is functions else x
-        first = test_library.total_calls()
         expected = step(run, leaves, x)
-        before = test_library.total_calls()
-        got = step(fast, leaves, x)
-        made.append(test_library.total_calls() - before)
-        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        for i, (a, b) in enumerate(zip(counted(fast, x), expected, strict=True)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=lambda m: f"step {seed}, {i}: {m}")  # noqa: B023
     assert counters["inductor"]["cudagraph_skips"] == 0, counters["inductor"]
-    recorded = tp.replaced if make is async_tp else before - first  # of the others, as many as a plain step makes
-    assert made[1] == recorded > 0 and made[3:] == [0] * (STEPS - 3), made
-    assert make is not async_tp or not any(report.left for report in tp.graphs), str(tp)
+    counted(plain or fast, x)
+    *first, plainly = made
+    assert first[1] == plainly > 0 and first[3:] == [0 if graphs else plainly] * (STEPS - 3), made
+    assert make is not async_tp or (tp.replaced and not any(report.left for report in tp.graphs)), str(tp)
 
 
-@pytest.mark.parametrize("make", (functions, layers, styles, async_tp))
+MAKES = (functions, layers, styles, async_tp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", MAKES)
 def test_replays(make):
-    run_ranks(replayed, 2, make=make)
+    run_ranks(stepped, 2, make=make, graphs=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MAKES)
+def test_steps(make):
+    """Without graphs, so that on the CPU heap, too, it is known how many calls a step makes."""
+    run_ranks(stepped, 2, make=make, graphs=False)

@@ -126,44 +126,90 @@ def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fails", (False, True))
-def test_a_gpus_second_lane_begins_and_ends_with_the_first(monkeypatch, fails):
-    said, current = [], "caller's"
+class Streams:
+    """torch's streams, one of which is current; ``said``: what they wait for."""
 
-    def stream(name):
-        return SimpleNamespace(wait_event=lambda event: said.append(f"{name} waits for {event.at}"), name=name)
+    def __init__(self, monkeypatch):
+        self.said, self.current, self.capturing, self._known = [], "caller's", False, {}
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.of("other"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.of(self.current))
+        monkeypatch.setattr(torch.cuda, "stream", lambda to: self.switched(to.name))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
-    streams = {"caller's": stream("caller's"), "other": stream("other")}
-
-    class Event:
-        def record(self, stream):
-            self.at = f"what {stream.name} holds after {len(said)}"
+    def of(self, name):
+        return self._known.setdefault(name, Stream(self, name))
 
     @contextlib.contextmanager
-    def switched(to):
-        nonlocal current
-        before, current = current, to.name
+    def switched(self, name):
+        before, self.current = self.current, name
         yield
-        current = before
+        self.current = before
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams["other"])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current])
-    monkeypatch.setattr(torch.cuda, "stream", switched)
-    executor = object.__new__(cuda.CudaExecutor)
+
+class Stream:
+    def __init__(self, streams, name):
+        self.streams, self.name = streams, name
+
+    def wait_event(self, event):
+        self.streams.said.append(f"{self.name} waits for {event.at}")
+
+    def wait_stream(self, stream):
+        self.streams.said.append(f"{self.name} waits for all of {stream.name}")
+
+
+class Event:
+    def __init__(self, streams):
+        self.streams = streams
+
+    def record(self, stream):
+        self.at = f"what {stream.name} holds after {len(self.streams.said)}"
+
+
+def lanes_of(monkeypatch):
+    streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
     executor.device, executor._lanes = torch.device("cuda", 0), {}
     lanes = executor.lanes("a group's")
     assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams
+    return streams, lanes
+
+
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_gpus_second_lane_begins_and_ends_with_the_first(monkeypatch, fails):
+    streams, lanes = lanes_of(monkeypatch)
     with contextlib.suppress(KeyError), lanes.forked():
         for turn in range(4):
             with lanes.of(turn):
-                said.append(current)
+                streams.said.append(streams.current)
         if fails:
             raise KeyError
-    assert said == [
+    assert streams.said == [
         "other waits for what caller's holds after 0", "caller's", "other", "caller's", "other",
         "caller's waits for what other holds after 5",
     ]  # fmt: skip
+
+
+def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypatch):
+    """By a call on another stream, which gets what an earlier call's stream has dropped but may not have read yet."""
+    streams, lanes = lanes_of(monkeypatch)
+
+    def forked(name, until=None):
+        """The streams that the second lane has begun behind; ``until``: where the call ends, if it changes streams meanwhile."""
+        streams.said.clear()
+        with streams.switched(name), contextlib.ExitStack() as joined:
+            joined.enter_context(lanes.forked())
+            began = [said.split()[-1] for said in streams.said if "all of" in said]
+            with streams.switched(until or name):
+                joined.close()
+        return sorted(began)
+
+    assert [forked("a"), forked("a")] == [[], []]
+    assert [forked("b"), forked("b")] == [["a"], []]
+    assert [forked("c", until="d"), forked("a")] == [["b"], ["c", "d"]]
+    streams.capturing = True
+    assert forked("of a capture") == [], "a captured stream waits for one outside of the graph"
+    streams.capturing = False
+    assert forked("b") == ["a"]
 
 
 @pytest.mark.parametrize("fails", (False, True))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fluxlike.ops.context import Context
@@ -168,6 +169,19 @@ def test_triton_makes_the_first_launch_or_all(driver, caplog, kernel, by_triton)
     for args, (x, w) in zip(executor.by_triton, tensors, strict=False):
         assert args[0] is x and args[1].base is w and args[2:] == (7, 1 << 40, 1)
     assert ("through Triton" in caplog.text) == (kernel == "strange")
+
+
+@pytest.mark.parametrize("hook", ("launch_enter_hook", "launch_exit_hook"))
+def test_who_listens_to_tritons_launches_hears_of_each(driver, hook):
+    executor = Executor()
+    run = cuda.CudaLaunch(executor, "known", 132, arguments(matrix(), matrix()), {}, 8, 3, (0, 1))
+    heard, listen = getattr(knobs.runtime, hook), lambda metadata: None
+    made = []
+    for turn in range(4):
+        heard.add(listen) if turn == 2 else None
+        made.append(run((matrix(), matrix())))
+    heard.remove(listen)
+    assert made == [False, True, False, False] and run((matrix(), matrix()))
 
 
 def test_a_launch_keeps_no_tensor_alive():
@@ -390,6 +404,18 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
         thread.start()
         thread.join()
     assert calls == [(thread.ident, 77) for thread in threads]
+
+
+@pytest.mark.parametrize(("value", "size", "told"), (("1", 2, True), ("0", 2, False), ("", 2, False), ("1", 1, False)))
+def test_launches_that_block_are_told_of(driver, monkeypatch, caplog, value, size, told):
+    """No copy of another rank's would be queued while its kernel waits for ours."""
+    driver.cuCtxGetCurrent = driver.cuStreamCreate = lambda found, *flags: setattr(found._obj, "value", 9) or 0
+    monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor._threads = torch.device("cuda", 0), threading.local()
+    executor.start(SimpleNamespace(nodes=[[0]], rank=0, size=size))
+    assert ("CUDA_LAUNCH_BLOCKING is set" in caplog.text) == told
 
 
 class Streams:

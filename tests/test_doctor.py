@@ -281,6 +281,7 @@ def test_old_python():
         ),
         (lambda f: setattr(f, "shm", (64 << 20, 64 << 20)), "/dev/shm has 0.06 GiB"),
         (lambda f: f.environ.update(TRITON_INTERPRET="1"), "TRITON_INTERPRET is set"),
+        (lambda f: f.environ.update(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING is set"),
     ],
 )
 def test_disagreements(change, said):

@@ -82,6 +82,33 @@ def test_ranks_that_make_different_calls(ranks, late):
     run_ranks(disagree, ranks, late=late, timeout=240)
 
 
+def meets_alone(group, alone):
+    """Some ranks make a context while the others call; nobody comes to a meeting before all have been told."""
+    rank = dist.get_rank(group)
+    ctx = make_context("gemm_rs", "in_kernel", group)
+    for late in (0, 0.5):
+        call(ctx, 1)
+        dist.barrier(group)
+        if (rank == 0) == alone:
+            said, took = told(partial(make_context, "ag_gemm", "copy_engine", group), ValueError)
+        else:
+            time.sleep(late)
+            said, took = told(partial(call, ctx, 2), ValueError)
+        dist.barrier(group)
+        for word in ("CallMismatch: ", " at 'create_ag_gemm_context'", " at 'call 2 of context ", "make new ones"):
+            assert word in said, said
+        assert took < SOON_S, f"told after {took:.1f} s: {said}"
+        ctx.close()
+        works(group)
+        ctx = make_context("gemm_rs", "in_kernel", group)
+    ctx.close()
+
+
+@pytest.mark.parametrize(("ranks", "alone"), ((2, True), (3, True), (3, False)))
+def test_a_meeting_to_which_some_ranks_do_not_come(ranks, alone):
+    run_ranks(meets_alone, ranks, alone=alone, timeout=200)
+
+
 def kept_contexts(group):
     """Without a context of the caller's: the sizes decide whether one rank grows it while the others call."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -238,6 +265,32 @@ def closes_unseen(group, op):
 @pytest.mark.parametrize("op", OPS)
 def test_a_failure_that_no_call_has_raised(op):
     run_ranks(closes_unseen, 2, op=op)
+
+
+def outgrown_unseen(group):
+    """The same where a call outgrows a context that was kept: all ranks are told before the new one is made."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def act(m):
+        y = fluxlike.gemm_rs(torch.ones(m, 8, device=device()), torch.ones(16, 8, device=device()), group=group)
+        assert y.eq(8 * size).all()
+
+    act(24)
+    now = world.current()
+    ctx = now.cached[GemmRSContext, now.control_of(group).name, torch.float32]
+    if rank == 0:
+        ctx.report[1:7] = torch.tensor([2, 1, 7, 6, 7, 0])
+        ctx.report[0] = 1
+    said, took = told(partial(act, 4 * ctx.max_m), fluxlike.PeerTimeout)
+    assert "gemm_rs: rank 0 waited 60 s for rank 1: " in said and took < SOON_S, f"after {took:.1f} s: {said}"
+    assert ("rank 0 failed, so no rank goes on" in said) == (rank > 0), said
+    act(24)
+    act(4 * ctx.max_m)
+    works(group)
+
+
+def test_a_failure_that_no_call_has_raised_of_a_context_that_is_outgrown():
+    run_ranks(outgrown_unseen, 3)
 
 
 def loses_a_copy_signal(group, op):

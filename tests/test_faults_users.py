@@ -213,6 +213,24 @@ def test_threads_in_another_order():
     run_ranks(another_order, 2)
 
 
+def interrupted_meeting(group):
+    """Ctrl-C while a rank waits for the others to make a context, caught: at once, and the ranks come into step again."""
+    rank = dist.get_rank(group)
+    works(group)
+    if rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        said, took = told(partial(make_context, "gemm_rs", "in_kernel", group), KeyboardInterrupt)
+        assert said.startswith("KeyboardInterrupt") and took < 3
+    else:
+        time.sleep(5)
+    turns = [told(partial(works, group), RuntimeError, ValueError) for _ in range(4)]
+    assert not turns[-1][0] and all(took < SOON_S for _, took in turns), turns
+
+
+def test_an_interrupt_in_a_meeting():
+    run_ranks(interrupted_meeting, 2)
+
+
 def catches(group):
     """Ctrl-C in a wait, caught: this context is of no more use, the peers are told, new ones work."""
     rank = dist.get_rank(group)

@@ -1,14 +1,19 @@
 """The symmetric heap: who gets which range, and that all ranks see one another's bytes in it."""
 
+import contextlib
 import itertools
+import sys
+import threading
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import device, run_ranks
 
-from fluxlike.runtime import world
+from fluxlike.runtime import cuda, world
 from fluxlike.runtime.heap import ALIGN, first_fit, give, take
 
 SIZE = 64
@@ -144,3 +149,36 @@ def nobody_died(group):
 
 def test_living_ranks_are_not_taken_for_dead():
     run_ranks(nobody_died, 4)
+
+
+@pytest.mark.parametrize("begun_on", (0, 1))
+def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
+    """Whatever device the caller's thread has by then, as where a call grows the heap or another thread ends the world."""
+    now, on = [begun_on], []
+
+    @contextlib.contextmanager
+    def device(wanted):
+        before, now[0] = now[0], wanted.index
+        yield
+        now[0] = before
+
+    def called(name, result=None):
+        return lambda *args, **how: on.append((name, now[0])) or result
+
+    core = SimpleNamespace(tensor=called("malloc", torch.zeros(512, dtype=torch.uint8)), free_tensor=called("free"))
+    core.finalize = called("finalize")
+    modules = {"nvshmem": SimpleNamespace(core=core), "nvshmem.core": core, "nvshmem.bindings": SimpleNamespace(ptr=None)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(cuda.driver, "destroy_stream", called("destroy"))
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor._posts, executor._far_posts = torch.device("cuda", 1), 8, 9
+    executor._threads = threading.local()
+    executor._threads.known = True
+    control = SimpleNamespace(rank=0, size=1, nodes=[[0]], node=0, agree=lambda *args: None)
+    segment = executor.make_segment(512, control)
+    segment.close()
+    executor.stop()
+    assert on == [(name, 1) for name in ("malloc", "free", "destroy", "destroy", "finalize")] and now == [begun_on]

@@ -60,12 +60,17 @@ def test_local_rank_is_a_gpu(monkeypatch, local_rank, takes):
 
 
 def elsewhere(group, schedules):
-    """A default device is for what a program makes itself: here "meta", as "cuda" would be beside what we hold on the CPU."""
+    """A default device is for what a program makes itself: here "meta", as "cuda" would be beside what we hold on the CPU.
+
+    So is a default dtype; and with deterministic algorithms new memory is NaN.
+    """
     rank, ranks = group.rank(), group.size()
     x, w, t = (torch.arange(rows * 8).reshape(rows, 8).float() % 5 - 2 for rows in (6, 8, 6))
     rows = rows_slice(6, ranks, rank)
     shard, ids = x[rows], torch.tensor([1, 4, 1])
     sparse = torch.sparse_coo_tensor(ids[None], t[:3], (6, 8))
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
     with torch.device("meta"):
         fluxlike.init(heap="shm")
         products = []

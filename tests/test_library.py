@@ -188,6 +188,64 @@ def test_ranks_that_want_other_gradients():
     run_ranks(disagreeing, 3)
 
 
+def of_reference():
+    return [getattr(fluxlike.reference, name) for name in ("gemm_rs", "ag_gemm", "gemm_ar")]
+
+
+def autocast_on(group):
+    """Operands of one dtype are multiplied in that, also where autocast would take another, and so are those of a backward."""
+    size = dist.get_world_size(group)
+    ops = [fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar]
+    for dtype in (torch.float32, torch.float16):
+        x, w, v = (torch.randn(*s, device=device()).to(dtype) for s in ((4 * size, 8), (6, 8), (3, 8)))
+        for op in [*ops, *of_reference()]:
+            expected = op(x, w, group=group)
+            with torch.autocast(device().type, torch.bfloat16):
+                assert torch.equal(op(x, w, group=group), expected), op
+        for op, weights in [*((op, w) for op in ops), (fluxlike.ag_gemm, [w, v])]:
+            grads = []
+            for on in (False, True):
+                leaves = [leaf(x), leaf(w), leaf(v)]
+                with torch.autocast(device().type, torch.bfloat16, enabled=on):
+                    y = op(leaves[0], leaves[1] if weights is w else leaves[1:], group=group)
+                    torch.autograd.backward(y, [t.detach() for t in y] if isinstance(y, list) else y.detach())
+                grads.append([t.grad for t in leaves if t.grad is not None])
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), f"{op}, {dtype}"
+
+
+def test_autocast_changes_nothing():
+    run_ranks(autocast_on, 2)
+
+
+def transformed(group):
+    """What would lose a derivative, or cannot be read, is an error that says so."""
+    from torch.autograd import forward_ad
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    size = dist.get_world_size(group)
+    x, w = torch.randn(4 * size, 8, device=device()), torch.randn(6, 8, device=device())
+    mesh = DeviceMesh.from_group(group, device().type)
+    for op in (fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar):
+        with forward_ad.dual_level():
+            for operands in ((forward_ad.make_dual(x, x), w), (x, forward_ad.make_dual(w, w))):
+                with pytest.raises(ValueError, match=r"forward-mode.*would be lost"):
+                    op(*operands, group=group)
+            op(x, w, group=group)
+        with pytest.raises(ValueError, match=r"no memory of its own.*torch\.func"):
+            torch.func.vmap(lambda t, op=op: op(t, w, group=group))(x[None])
+        with pytest.raises(ValueError, match=r"no memory of its own.*torch\.func|forward-mode"):
+            torch.func.jvp(lambda t, op=op: op(t, w, group=group), (x,), (x,))
+        spread = distribute_tensor(w, mesh, [Replicate()])
+        for operands in ((x, leaf(spread)), (distribute_tensor(x, mesh, [Replicate()]), leaf(w))):
+            with pytest.raises(ValueError, match=r"is a DTensor.*to_local"):
+                op(*operands, group=group)
+
+
+def test_transforms_and_tensors_that_calls_cannot_see_through():
+    run_ranks(transformed, 2)
+
+
 # schemas and compilers
 
 

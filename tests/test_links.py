@@ -37,7 +37,7 @@ def test_what_is_pushed(algo, itemsize):
     table = links.pushed(algo, 8000, itemsize, 8, plan)
     total = sum(map(sum, table))
     sums = 4 / itemsize  # trees send those in fp32
-    want = {"one_shot": 2 * 56, "two_shot": 2 * 2 * 7, "bulk": 2 * 7, "tree": (1 + sums) * 7, "trees": (1 + sums) * 7}[algo] * 8000
+    want = {"one_shot": 56, "two_shot": 2 * 7, "bulk": 2 * 7, "tree": (1 + sums) * 7, "trees": (1 + sums) * 7}[algo] * 8000
     assert total == pytest.approx(want)
     assert all(table[i][j] == 0 or matrix.bandwidth[i][j] > 10 for i in range(8) for j in range(8)) == (algo in links.BOUNDS)
 
@@ -48,7 +48,7 @@ def test_seconds_on_paper():
     # bulk: a GPU has three others beyond its host port, each takes an eighth twice
     assert links.on_paper(p3, "bulk", 1e6, 4, []) == pytest.approx(6 / 8 * 1e6 / 10e9 + trips)
     assert links.on_paper(switch, "bulk", 1e6, 4, []) == pytest.approx(14 / 8 * 1e6 / 450e9 + trips)
-    assert links.on_paper(switch, "one_shot", 1e6, 4, []) == pytest.approx(14e6 / 450e9 + TRIP)
+    assert links.on_paper(switch, "one_shot", 1e6, 4, []) == pytest.approx(7e6 / 450e9 + TRIP)
     plan = plan_trees(p3)
     # as much as the plan says at best; on a link both directions are not used alike
     busiest = links.on_paper(p3, "trees", 1e6, 4, plan) - 6 * (TRIP + SIGNAL)
@@ -142,13 +142,17 @@ def test_what_cannot_be_emulated():
 
 
 def raced(group, machines, nbytes, out):
-    """Rows of bulk and of trees on each machine; before that the tool as it is called, which writes its own to ``out``."""
+    """Rows of some algorithms on each machine; before that the tool as it is called, which writes its own to ``out``.
+
+    Those whose times are compared go three rounds, the fastest of which other processes have disturbed least.
+    """
     assert links.main(["nvswitch-4", "--sizes", "1K", "--algos", "tree", "--share", "1", "--programs", "8", "--json", out]) == 0
     fluxlike.init(heap="shm")
     rows = {}
     for name, path in machines.items():
-        machine = links.Emulation(path, share=0.25, rounds=1, dtype=torch.float32)
-        rows[name] = {algo: machine.row(algo, nbytes) for algo in ("bulk", "trees")}
+        once, often = (links.Emulation(path, share=0.25, rounds=rounds, dtype=torch.float32) for rounds in (1, 3))
+        rows[name] = {algo: once.row(algo, nbytes) for algo in ("one_shot", "two_shot")}
+        rows[name] |= {algo: often.row(algo, nbytes) for algo in ("bulk", "trees")}
     fluxlike.finalize()
     return rows
 
@@ -162,8 +166,8 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     outcomes = ranks.run_fresh(raced, 4, timeout=240, machines=machines, nbytes=nbytes, out=str(out))
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     for rows in (outcome.value for outcome in outcomes):
-        assert rows["p3"]["trees"].emulated_us < rows["p3"]["bulk"].emulated_us, rows
-        assert rows["switch"]["trees"].emulated_us > rows["switch"]["bulk"].emulated_us, rows
+        took = {name: {algo: min(row.rounds_us) for algo, row in each.items()} for name, each in rows.items()}
+        assert took["p3"]["trees"] < took["p3"]["bulk"] and took["switch"]["trees"] > took["switch"]["bulk"], rows
         for name, path in machines.items():
             for algo, row in rows[name].items():
                 table = links.pushed(algo, nbytes, 4, 4, plan_trees(LinkMatrix.from_file(path)))

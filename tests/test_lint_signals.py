@@ -1,4 +1,6 @@
-"""The lint's rule "plain", in known-bad tiny kernels: words between ranks that are loaded or stored plainly; a lint of nothing."""
+"""The lint's rule "plain", in known-bad tiny kernels: words between ranks that are loaded or stored plainly; numbers of calls that
+are advanced before all threads have read them; a lint of nothing.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,7 @@ import triton
 import triton.language as tl
 from ranks import ROOT
 
-from fluxlike.kernels.lang import globaltimer
+from fluxlike.kernels.lang import cta_barrier, globaltimer
 from fluxlike.kernels.sync import BASES, CONSUMED, EPOCH, at_peer, head_of, reset
 from fluxlike.kernels.trace import note
 from fluxlike.tools import lint
@@ -17,8 +19,8 @@ from fluxlike.tools.lint import rules
 from fluxlike.tools.lint.compiling import Launch, build
 from fluxlike.tools.lint.rules import Spec
 
-SPEC = Spec(payload=("slots",), signals=("flag",), bases=("ctl",))
-TYPES = {"flag": "*i64", "ctl": "*i64", "full": "*i32", "slots": "*bf16", "rank": "i32"}
+SPEC = Spec(payload=("slots",), signals=("flag",), bases=("ctl",), counters=("epochs",))
+TYPES = {"epochs": "*i64", "flag": "*i64", "ctl": "*i64", "full": "*i32", "slots": "*bf16", "rank": "i32"}
 
 
 def findings(kernel, fixed: bool, spec: Spec = SPEC) -> list[rules.Finding]:
@@ -120,6 +122,24 @@ def test_each_exception_is_needed(monkeypatch):
         rules._allowed.cache_clear()
 
 
+@triton.jit
+def count_calls(epochs, rank, FIXED: tl.constexpr):
+    """Only some programs have something to do in which their threads meet."""
+    epoch = tl.load(epochs + tl.program_id(0)) + 1
+    if rank > 0:
+        cta_barrier()
+    if FIXED:
+        cta_barrier()
+    tl.store(epochs + tl.program_id(0) + tl.num_programs(0) * tl.arange(0, 512), tl.zeros((512,), tl.int64) + epoch)
+
+
+def test_numbers_of_calls_are_advanced_when_all_threads_have_read_them():
+    assert findings(count_calls, True) == []
+    (found, *rest) = findings(count_calls, False)
+    assert {one.rule for one in (found, *rest)} == {"parted"}
+    assert found.where.startswith("test_lint_signals.py:") and "overwritten before all have" in found.message
+
+
 def test_a_lint_of_no_call_fails(capsys):
     assert lint.main(["--case", "gemm_sr"]) == 2
     said = capsys.readouterr().err
@@ -134,3 +154,11 @@ def test_a_lint_of_a_program_without_kernels_fails(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"RANK": rank}, timeout=200)
         assert done.returncode == code, done
         assert ("launched no kernel of its own" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("arguments", (["--sm", "x"], ["--sm", "70"], ["--sm", ""], ["--jobs", "0"]))
+def test_wrong_arguments(arguments, capsys):
+    """Status 2: 1 would say that something was found."""
+    with pytest.raises(SystemExit) as end:
+        lint.main([*arguments, "--case", "nothing"])
+    assert end.value.code == 2 and f"error: {arguments[0]} " in capsys.readouterr().err

@@ -249,6 +249,23 @@ def test_check(capsys):
     assert "no record of gemm_rs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", (None, "{}", "[1]", "no JSON", '{"op": "gemm_rs", "ranks": 4, "shapes": [{}]}'))
+def test_what_is_no_record(text, capsys, tmp_path):
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert f"model: {path} is no record of bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ("--json", "--plot"))
+def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
+    path = tmp_path / "nowhere" / "file.png"
+    assert model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", option, str(path)]) == 1
+    printed = capsys.readouterr()
+    assert "512×512×512" in printed.out and printed.err.startswith("model: ") and str(path) in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -258,6 +275,8 @@ def test_check(capsys):
         (["--gpus-per-node", "-1"], "--gpus-per-node -1 must be above 0"),
         (["--net-gbps", "nan"], "--net-gbps nan must be above 0"),
         (["--net-us", "-1"], "--net-us -1 must not be below 0"),
+        (["--net-us", "nan"], "--net-us nan must not be below 0"),
+        (["--tflops", "inf"], "--tflops inf must be above 0 and finite"),
         (["--shapes", "1x2"], "--shapes: '1x2' is not a shape"),
     ],
 )

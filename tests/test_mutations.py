@@ -67,10 +67,6 @@ SURVIVORS: dict[str, str] = {
     "sparse_all_reduce._wait_chunks.wait:late": "the same waits for chunks, in another order",
     "sparse_all_reduce._drain._wait_chunks:late": "the waits for reduced rows before those for others: the same ones",
     "sparse_all_reduce.sparse_all_reduce_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
-    "sparse_all_reduce.sparse_all_reduce_kernel.cta_barrier:remove": (
-        "between the threads of one program that had nothing to do, who read its number and advance it: the race checker takes a "
-        "program for one thread, and the lint looks at signals"
-    ),
     "sync.finish.store#2:+1": "one too large asks for the credit of a later call, which the peers also give: it waits longer",
 }
 

@@ -279,6 +279,46 @@ def test_what_goes_wrong(how, ranks, heap, op):
     assert any(f"rank {last} on node 1" in text for text, _ in said.values()), said
 
 
+def apart(group, how):
+    """What ranks of one node see at once is a wait that runs out between nodes; what it says to do works."""
+    start()
+    rank = dist.get_rank(group)
+    x, w = torch.ones(16, 8, device=device()), torch.ones(16, 8, device=device())
+    rs, ag = fluxlike.create_gemm_rs_context(16, 16, dtype=x.dtype), fluxlike.create_ag_gemm_context(16, 16, 8, dtype=x.dtype)
+    fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(x[:8], w, ag, m=16)
+    acts = {
+        "another operation": lambda: fluxlike.ag_gemm(x[:8], w, ag, m=16),
+        "raises": lambda: [leaves(rs), fluxlike.gemm_rs(x, w)],
+        "closes": lambda: [rs.close(), fluxlike.gemm_rs(x, w)],
+        "finalizes": fluxlike.finalize,
+    }
+    since, said = time.monotonic(), ""
+    try:
+        acts[how]() if rank == 1 else fluxlike.gemm_rs(x, w, rs)
+    except fluxlike.PeerTimeout as error:
+        said = str(error)
+    assert time.monotonic() - since < 9
+    fluxlike.finalize()
+    start()
+    assert (fluxlike.gemm_rs(x, w) == 16).all() and (fluxlike.ag_gemm(x[:8], w, m=16) == 8).all()
+    fluxlike.finalize()
+    return said
+
+
+def leaves(context):
+    with contextlib.suppress(KeyError), context:
+        raise KeyError("of the caller")
+
+
+@pytest.mark.parametrize("how", ("another operation", "raises", "closes", "finalizes"))
+def test_nodes_that_are_apart_begin_again(how):
+    outcomes = run_fresh(apart, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "3"}, heap="shm", timeout=60, how=how)
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+    for word in ("rank 0 waited up to 3 s for rank 1 on node 1", "To go on, call fluxlike.finalize and fluxlike.init on all ranks"):
+        assert word in outcomes[0].value, outcomes[0].value
+
+
 def some_of_them(group):
     """What the launcher says of a host, against what is there: all ranks raise together, and may begin again."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -6,8 +6,11 @@ import inspect
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -89,6 +92,28 @@ def test_peer_timeout_is_a_runtime_error():
 
 def test_typed():
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_what_is_packaged(tmp_path):
+    """In both kinds of archive the package, its tables and py.typed; no tests, which setuptools packs without their helpers."""
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "source"
+    for folder in ("fluxlike", "tests"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, source)
+    build = "from setuptools import build_meta as b; print(b.build_sdist('dist')); print(b.build_wheel('dist'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next((source / "dist").glob("*.tar.gz"))) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    with zipfile.ZipFile(next((source / "dist").glob("*.whl"))) as wheel:
+        wheeled = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    wanted = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".typed")}
+    assert wheeled == wanted and "fluxlike/py.typed" in wanted
+    assert wanted | {"README.md", "LICENSE", "pyproject.toml"} <= inside
+    assert not [name for name in inside if name.startswith("tests")]
 
 
 IMPORT = """

@@ -26,8 +26,9 @@ from race_ranks import (
     checked_alone,
 )
 
-from fluxlike.runtime import interpreter, racecheck, racememory, raceshadow
+from fluxlike.runtime import interpreter, racecheck, racememory, raceshadow, racethreads
 from fluxlike.runtime.errors import RaceError
+from fluxlike.runtime.racecheck import Done
 from fluxlike.runtime.racereport import READ, STORE
 from fluxlike.runtime.raceshadow import BOTH, EVEN, ODD
 
@@ -38,8 +39,8 @@ from fluxlike.runtime.raceshadow import BOTH, EVEN, ODD
 def test_no_two_programs_of_a_grid_pass_for_one(distance):
     ranks = Ranks(2)
     for rank in range(2):
-        ranks.launch(rank, racecheck.MAX_PROGRAMS)
-    last = racecheck.MAX_PROGRAMS - 1
+        ranks.launch(rank, racethreads.MAX_PROGRAMS)
+    last = racethreads.MAX_PROGRAMS - 1
     ranks.write((0, last), 1)
     ranks.signal((0, last), 1, RELEASE)
     ranks.wait((1, last - distance), 1, ACQUIRE)
@@ -63,13 +64,13 @@ def test_ranks_whose_grids_differ_in_size_know_of_each_other():
     ranks.wait(A1, 0)
     ranks.read(A1, 1)
     with ranks.acting(0, 1) as checker:  # on a word that is not checked
-        checker.atomic(np.array([64], np.uint64), 8, RELEASE, GPU, lambda: (None, None))
+        checker.atomic(np.array([64], np.uint64), 8, RELEASE, GPU, lambda: Done(None))
     ranks.end(0)
     ranks.read(HOST_A, 1)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ranks.checkers[0].begin_job, known).result()
         pool.submit(ranks.checkers[0].span, ranks.at(0, DATA + 128), 32, 16, 2, READ).result()
-        assert pool.submit(ranks.checkers[0].stream_wait, ranks.at(0, WORD), lambda: True).result()
+        assert pool.submit(ranks.checkers[0].stream_wait, ranks.at(0, WORD), 1, lambda: True).result()
         pool.submit(ranks.checkers[0].span, ranks.at(1, DATA), 32, 16, 2, READ).result()
     clocks = [ranks.checkers[0].publish().tolist()]
     ranks.end(1)
@@ -99,12 +100,34 @@ def test_a_grid_of_more_programs_than_a_bank_has():
 def test_a_grid_that_is_too_large_says_so():
     with checked_alone():
         x = torch.zeros(1, dtype=torch.int32)
-        most = racecheck.MAX_PROGRAMS
+        most = racethreads.MAX_PROGRAMS
         assert most == 1024
         with pytest.raises(
             RuntimeError, match=f"at most {most} programs of a grid, and spread_kernel is launched with {most + 1}; "
         ):
             interpreter.run(spread_kernel, most + 1, x, SAME=1)
+
+
+def test_grids_that_two_threads_launch_at_once():
+    """Programs of the same number are two, each by its own number in reports; numbers of a grid that is over are used again."""
+    ranks, most = Ranks(1), racethreads.MAX_PROGRAMS
+    ranks.launch(0)
+    first = ranks.grids[0]
+    for _ in range(2):
+        ranks.launch(0, most - 2)
+        second = ranks.grids[0]
+        with pytest.raises(RuntimeError, match=f"kernel is launched with {most - 2}, beside those of other threads;"):
+            ranks.launch(0, most - 2)
+        ranks.grids[0] = second
+        ranks.end(0)
+    ranks.grids[0] = first
+    ranks.launch(0, 3)
+    second = ranks.grids[0]
+    ranks.write((0, 1), 0)
+    ranks.grids[0] = first
+    with pytest.raises(RaceError, match=r"(?s)write by rank 0, program 1,.*read by rank 0, program 1,"):
+        ranks.read(A1, 0)
+    ranks.close()
 
 
 # ranges and granules

@@ -37,6 +37,7 @@ from fluxlike.kernels.lang import is_interp, used_rows
 from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
 from fluxlike.runtime import interpreter, racecheck
 from fluxlike.runtime.errors import RaceError
+from fluxlike.runtime.racecheck import Done
 from fluxlike.runtime.racereport import READ, STORE
 
 # what races
@@ -143,7 +144,7 @@ def test_a_plain_store_ends_what_was_published(two):
     two.signal(A0, 1)
     two.write(A0, 1, WORD, 8)
     with two.acting(*B0) as checker, pytest.raises(RaceError):  # the wait itself: an atomic on a word stored to
-        checker.atomic(np.array([two.at(1, WORD)], np.uint64), 8, ACQUIRE, SYS, lambda: (None, None), True)
+        checker.atomic(np.array([two.at(1, WORD)], np.uint64), 8, ACQUIRE, SYS, lambda: Done(None), True)
 
 
 def test_a_count_hands_on_what_all_have_done(two):
@@ -166,6 +167,18 @@ def test_a_count_needs_both(two, order):
     two.wait(B0, 1)
     with pytest.raises(RaceError):
         two.read(B0, 0)
+
+
+@pytest.mark.parametrize("order", [RELEASE, ACQ_REL])
+def test_a_look_at_a_word_may_be_a_release(two, order):
+    """Adding 0 with Triton's default order, as a loop of a user's may: it publishes what came before it, not what follows."""
+    two.write(A0, 0)
+    two.atomic(A0, 1, order, poll=True)
+    two.write(A0, 0, DATA + 64)
+    two.wait(B0, 1)
+    two.read(B0, 0)
+    with pytest.raises(RaceError, match="race on the heap of rank 0, bytes 1088 to 1151"):
+        two.read(B0, 0, DATA + 64)
 
 
 @pytest.mark.parametrize("release", [RELEASE, ACQ_REL])
@@ -215,6 +228,31 @@ def test_a_compare_and_swap_of_a_kernel(kind, words):
             interpreter.run(lock_kernel, 2, word, data, HELD=0, N=words)  # they hold 7 by now
 
 
+@triton.jit
+def flags_kernel(words, data, RELEASE: tl.constexpr):
+    """Program 0 writes the data and sets all words at once; program 1, which runs behind it, looks at all of them and reads."""
+    at = tl.arange(0, 4)
+    if tl.program_id(0) == 0:
+        tl.store(data + at, 1)
+        tl.atomic_xchg(words + at, at + 1, sem=RELEASE, scope="gpu")
+    else:
+        tl.atomic_add(words + 3 - at, at * 0, mask=at > 1, sem="acquire", scope="gpu")
+        tl.load(data + at)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_block_of_words_orders(watched):
+    """Also of words that are not checked."""
+    with checked_alone():
+        words, data = torch.zeros(4, dtype=torch.int32), torch.zeros(4)
+        racecheck.watch("data", data)
+        if watched:
+            racecheck.watch("words", words)
+        interpreter.run(flags_kernel, 2, words, data, RELEASE="release")
+        with pytest.raises(RaceError, match="race on data of rank 0, bytes 0 to 15"):
+            interpreter.run(flags_kernel, 2, words, data, RELEASE="relaxed")
+
+
 # scopes
 
 
@@ -240,7 +278,7 @@ def test_a_release_at_gpu_scope_does_not_reach_the_copy_engine(two):
         two.write(A0, 0)
         two.signal(A0, 0, RELEASE, scope, OTHER_WORD)
         checker = two.checkers[0]
-        assert checker.stream_wait(two.at(0, OTHER_WORD), lambda: True)
+        assert checker.stream_wait(two.at(0, OTHER_WORD), 1, lambda: True)
         mine = two.grids[0].queue[0].checked
         assert (checker.engine.clock[mine.tid] >= mine.clock[mine.tid] - 1) == ordered
 
@@ -291,11 +329,11 @@ def test_a_copy_and_its_signals(two, fault):
     def job():
         engine.begin_job(known)
         if fault != "copy before it may":
-            assert not engine.stream_wait(two.at(0, OTHER_WORD), lambda: False)
-            assert engine.stream_wait(two.at(0, OTHER_WORD), lambda: True)
+            assert not engine.stream_wait(two.at(0, OTHER_WORD), 1, lambda: False)
+            assert engine.stream_wait(two.at(0, OTHER_WORD), 1, lambda: True)
         engine.span(two.at(0, DATA), 32, 16, 2, READ)
         engine.span(two.at(1, DATA), 32, 16, 2, STORE)
-        engine.stream_write(two.at(1, WORD), lambda: None)
+        engine.stream_write(two.at(1, WORD), 1, lambda: 0)
 
     def everything():
         with ThreadPoolExecutor(1) as pool:  # the engine is a thread of its own
@@ -311,6 +349,28 @@ def test_a_copy_and_its_signals(two, fault):
 
     with pytest.raises(RaceError, match="the copy engine") if fault else contextlib.nullcontext():
         everything()
+
+
+def test_a_copy_behind_the_join_of_earlier_ones_is_not_ordered_by_it():
+    """A job of the next call that copies before it has signalled anything, and a program that does not wait for it."""
+    ranks = Ranks(1)
+    engine = ranks.checkers[0]
+
+    def copy(offset):
+        engine.begin_job(known)
+        engine.span(ranks.at(0, offset), 64, 64, 1, STORE)
+
+    with ThreadPoolExecutor(1) as pool:  # the engine is a thread of its own
+        known = engine.queued()
+        pool.submit(copy, DATA).result()
+        engine.join_engine()
+        ranks.launch(0)
+        ranks.read(A0, 0)
+        known = engine.queued()
+        pool.submit(copy, DATA + 64).result()
+    with pytest.raises(RaceError, match=r"(?s)write by rank 0, the copy engine.*read by rank 0, program 0"):
+        ranks.read(A0, 0, DATA + 64)
+    ranks.close()
 
 
 def test_a_span_has_gaps(two):

@@ -204,7 +204,8 @@ def test_launch_asks_for_an_address(tmp_path):
     """The real thing, as far as one machine shows it: what it asks the system, and how launch.sh ends."""
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
     for host, why in (("localhost", "is another host for each"), ("no-such-host.invalid", "no address by which")):
-        command = ["bash", "scripts/launch.sh", "--nnodes", "2", "--rdzv", f"{host}:29400", "tests/nodes_case.py"]
+        options = ["--nnodes=2", f"--rdzv={host}:29400"] if host == "localhost" else ["--nnodes", "2", "--rdzv", f"{host}:29400"]
+        command = ["bash", "scripts/launch.sh", *options, "tests/nodes_case.py"]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2 and f"--rdzv {host}" in done.stderr and why in done.stderr
         assert "give an address of that host" in done.stderr

@@ -78,6 +78,27 @@ def small(group):
     assert context.last_path == ("owned" if size > 2 else "direct")
 
 
+def in_inference(group):
+    """In place a tensor stays what it is: made in inference mode or not, wherever the call is."""
+    made = {}
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            made[mode] = [gradient([2, 2, 0], (4, 3)) for _ in range(2)]
+    right = fluxlike.reference.sparse_all_reduce(made[False][0], group=group)
+    for mode, tensors in made.items():
+        for where, x in zip((True, False), tensors, strict=True):
+            with torch.inference_mode(where):
+                assert fluxlike.sparse_all_reduce_(x, group=group) is x
+            what = f"made in {mode}, called in {where}"
+            assert x.is_inference() == x.values().is_inference() == mode, what
+            assert "nnz=2" in repr(x), what
+            same(x, right, what)
+
+
+def test_inference_mode():
+    run_ranks(in_inference, 2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_small(ranks):
     run_ranks(small, ranks)
@@ -417,6 +438,11 @@ def forwards(group):
     table.close()
     with pytest.raises(ValueError, match="max_nnz=0: all sizes must be whole numbers above 0"):
         fluxlike.nn.Embedding(9, 2, 0, group, device=device())
+    # what torch refuses on one rank, all hear of
+    for wrong in (dict(embedding_dim=-1), dict(dtype=torch.int32), dict(padding_idx=9), dict(embedding_dim="2")):
+        options = dict(num_embeddings=9, embedding_dim=2) | (wrong if rank == 1 else {})
+        with pytest.raises(ValueError, match="Embedding: " if rank == 1 else "rank 1 failed, so no rank goes on: Embedding: "):
+            fluxlike.nn.Embedding(**options, max_ids=8, group=group)
 
 
 def test_embedding():

@@ -112,6 +112,12 @@ def wires(group, name):
         same(one(x, group=group, wire_dtype=short), one(x, group=group, wire_dtype=dtype), short)
 
 
+def crowd(entries):
+    """So many entries, in the memory of one."""
+    row, value = torch.zeros(1, 1, dtype=torch.int64, device=device()), torch.ones(1, device=device())
+    return torch.sparse_coo_tensor(row.expand(1, entries), value.expand(entries), (5,), check_invariants=False)
+
+
 def refusals(group, name):
     x = gradient([1, 1, 2], (5, 4))
     one = (fluxlike if name == "fast" else fluxlike.reference).sparse_all_reduce
@@ -132,6 +138,10 @@ def refusals(group, name):
             (lambda: one(gradient([1], (5, 3)), ctx=ctx), "the context is for 5 rows of 4 elements"),
             (lambda: one(x.to("meta"), group=group), "x is on meta"),
             (lambda: one(gradient([0], (5, 0)), group=group), "have no elements"),
+            (lambda: one(gradient([], (0, 4)), group=group), "x is (0, 4) with sparse_dim=1, it has no rows"),
+            (lambda: one(gradient([], (0, 4)), mode="padded", max_nnz=2, group=group), "it has no rows"),
+            (lambda: fluxlike.sparse_reduce_scatter(gradient([], (0, 4)), group=group), "it has no rows"),
+            (lambda: one(crowd(2**32 + 3), group=group), "x has 4294967299 entries, more than 1073741824"),
             (lambda: one(x, ctx=group), "must come from fluxlike.create_sparse_all_reduce_context"),
             (lambda: one(x, ctx=ctx, max_nnz=3), "are those of the context"),
             (lambda: ctx.start_indices(torch.ones(2, device=device())), "ids are torch.float32"),
@@ -251,6 +261,11 @@ def ids_outside(group):
             said, _ = told(lambda: act(mine, group=group), ValueError)  # noqa: B023
             assert "rank 1 has ids below 0 or not below 5, the rows of the table" in said, f"{wrong}: {said}"
             act(mine, group=group, mode="padded", max_nnz=16)  # nobody looks, and it does no harm
+    for wrong in ([0, 4], [1, -1], [3, 0], [-1, 4], [2**62, 0]):  # of two dimensions, where the sum may well be another row's
+        bad = torch.sparse_coo_tensor([[0, wrong[0]], [0, wrong[1]]], [1.0, 1.0], (3, 4), check_invariants=False).to(device())
+        mine = bad if dist.get_rank(group) == 1 else gradient([[1, 1]], (3, 4), dims=2)
+        said, _ = told(lambda: one(mine, group=group), ValueError)  # noqa: B023
+        assert "rank 1 has ids below 0 or not below 12, the rows of the table" in said, f"{wrong}: {said}"
     same(one(x, group=group), fluxlike.reference.sparse_all_reduce(x, group=group))
 
 

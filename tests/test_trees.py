@@ -185,6 +185,16 @@ def test_auto_takes_no_trees():
     assert {choose(1 << size, ranks) for size in range(4, 30) for ranks in (2, 4, 8)} == {"one_shot", "two_shot", "bulk"}
 
 
+def test_ranks_have_their_gpus_in_any_order(monkeypatch):
+    """Detected links are those of GPUs, and ranks may have these in another order; each tree goes over links that there are."""
+    ring = LinkMatrix.from_array([[0, 2, 0, 2], [2, 0, 2, 0], [0, 2, 0, 2], [2, 0, 2, 0]])
+    monkeypatch.setattr(LinkMatrix, "detect", lambda: ring)
+    gpus = [0, 2, 1, 3]
+    for plan in trees.planned(4, gpus):
+        for tree in plan:
+            assert all(ring.bandwidth[gpus[parent]][gpus[child]] for parent, child in tree.edges), tree
+
+
 def test_part_of_a_machine():
     whole = LinkMatrix.preset("p3.16xlarge")
     assert whole.part(range(4)).bandwidth == LinkMatrix.preset("p3.8xlarge").bandwidth

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .lang import cta_barrier
 from .sync import BASES, EPOCH
 
 SUM = tl.constexpr(0)
@@ -138,8 +139,10 @@ def row_of(ctl, peer, offset, epoch, number, row, ROWS: tl.constexpr):
 def advance(epochs, ctl, epoch, MOST: tl.constexpr):
     """The end of a call for this program: it advances its own number, and those of programs that the launch does not have.
 
-    All its threads have read the number by now: each wait ends with a maximum over all of them.
+    The barrier: a program that has waited for nobody, as one that comes down at the root of a tree, may have threads that have not
+    read the number yet.
     """
+    cta_barrier()
     program = tl.program_id(0)
     theirs = program + tl.num_programs(0) * tl.arange(0, MOST)
     tl.store(epochs + theirs, tl.zeros((MOST,), tl.int64) + epoch, mask=theirs < MOST)

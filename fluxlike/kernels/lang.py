@@ -23,17 +23,18 @@ def is_interp(_semantic=None):
     return tl.constexpr(_semantic is None)
 
 
+def _number(value) -> int:
+    """What a kernel's number is under the interpreter; of a block the largest."""
+    if isinstance(value, tl.tensor):
+        return int(value.handle.data.reshape(-1).max())
+    return int(getattr(value, "value", value))
+
+
 def spin(signal, want, seen, what, peer, ctl, spins, _semantic=None):
     """One turn of a failed wait under the interpreter. Never reached when compiled."""
-
-    def number(value):
-        if isinstance(value, tl.tensor):
-            return int(value.handle.data.reshape(-1).max())
-        return int(getattr(value, "value", value))
-
     if _spin_hook is not None:
-        addresses = signal.handle.data.reshape(-1)
-        _spin_hook([int(a) for a in addresses], number(want), number(seen), number(what), number(peer), number(ctl), number(spins))
+        addresses = [int(a) for a in signal.handle.data.reshape(-1)]
+        _spin_hook(addresses, *(_number(value) for value in (want, seen, what, peer, ctl, spins)))
 
 
 #: Told of loads that take more than they use; ops installs it (`set_used_rows_hook`), for the race checker.
@@ -56,7 +57,27 @@ def used_rows(rows, _semantic=None):
         _used_rows_hook(int(rows.handle.data.item()))
 
 
-for _builtin in (is_interp, spin, used_rows):
+#: Told what a wait waits for; ops installs it (`set_awaits_hook`), for the race checker.
+_awaits_hook = None
+
+
+def set_awaits_hook(hook) -> None:
+    """Install ``hook(address, want)``."""
+    global _awaits_hook
+    _awaits_hook = hook
+
+
+def awaits(signal, want, _semantic=None):
+    """This program now looks at the word ``signal`` until it is ``want`` or more, and relies on no more. For ``if is_interp():``.
+
+    A later signal may be there already, but need not be: without this word the race checker would take what that one published
+    for known, and whether it finds a race would depend on who was early.
+    """
+    if _awaits_hook is not None:
+        _awaits_hook(_number(signal), _number(want))
+
+
+for _builtin in (is_interp, spin, used_rows, awaits):
     _builtin.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 

@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 
 from .elements import AVG, advance
-from .lang import cta_barrier, drain_stores
+from .lang import drain_stores
 from .sparse_index import NONE, NOWHERE
 from .sync import WAIT_PARTIAL, WAIT_RESULT, at_peer, peer_address, wait
 
@@ -339,5 +339,4 @@ def sparse_all_reduce_kernel(
             y, slots, owners, staged, staging, flags, ctl, epoch, union, tl.maximum(rows, union), room, rank, program - first,
             tl.num_programs(0) - first, R, D, PITCH, K, U, BR, BC, CHUNKS, OWNED, OP,
         )  # fmt: skip
-    cta_barrier()  # all threads have read the number of the call
     advance(epochs, ctl, epoch, MOST)

@@ -31,7 +31,7 @@ Memory order, each edge once:
 import triton
 import triton.language as tl
 
-from .lang import any_thread, cta_barrier, drain_stores, globaltimer, is_interp, spin
+from .lang import any_thread, awaits, cta_barrier, drain_stores, globaltimer, is_interp, spin
 
 EPOCH = tl.constexpr(0)
 LAST_USE = tl.constexpr(1)
@@ -117,6 +117,8 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
     without a branch around it, because an ``if`` in front of the spin slowed the pipelined loop of the prototypes.
     """
     want = (want + tl.zeros((), tl.int64)).to(tl.int64)
+    if is_interp():
+        awaits(signal, want)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
     if is_interp():
         turns = 0

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..ops.group import resolve
 from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
 from ..ops.sparse_arguments import refuse
 from ..ops.sparse_hook import CONTEXT
@@ -27,7 +28,14 @@ class Embedding(nn.Embedding):
 
         Raises ValueError on all ranks if one passes sizes or a dtype that are not legal, or other ones than the rest.
         """
-        super().__init__(num_embeddings, embedding_dim, sparse=True, **options)
+        control = resolve(group)
+        error: Exception | None = None
+        try:
+            super().__init__(num_embeddings, embedding_dim, sparse=True, **options)
+        except Exception as problem:  # torch says no by errors of many kinds
+            error = ValueError(f"Embedding: {problem}")
+            error.__cause__ = problem
+        control.agree("fluxlike.nn.Embedding", (num_embeddings, embedding_dim, max_ids), error)
         self.context = create_sparse_all_reduce_context(self.weight.shape, max_ids, self.weight.dtype, group)
         setattr(self.weight, CONTEXT, self.context)
         self._started_for = -1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..ops.ag_gemm import ag_gemm
 from ..ops.gemm_rs import gemm_rs
@@ -68,14 +68,17 @@ def check_divides(layer: str, name: str, size: int, ranks: int) -> None:
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
     """The operands in the dtype that torch.autocast wants of a linear layer, if it is on."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return [x, *others]
     dtype = torch.get_autocast_dtype(kind)
     return [t if t is None else t.to(dtype) for t in (x, *others)]
 
 
-def local(t: Any) -> Any:
-    return t.to_local() if isinstance(t, DTensor) else t
+def fill(parameter: nn.Parameter, part: torch.Tensor) -> None:
+    """Write this rank's part of what was drawn; of a parameter under FSDP2 that is spread once more."""
+    if isinstance(parameter, DTensor):
+        part = distribute_tensor(part, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.data.copy_(part)
 
 
 def column_forward(
@@ -144,9 +147,6 @@ class _Layer(InGroup):
         part = t.detach().chunk(self.tp_size, dim)[self.tp_rank]
         return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=t.requires_grad)
 
-    def _fill(self, parameter: nn.Parameter, whole: torch.Tensor, dim: int) -> None:
-        parameter.data.copy_(self._part(whole, dim))
-
 
 class ColumnParallelLinear(_Layer):
     """``nn.Linear`` with its rows of weight spread over the ranks, on an input whose sequence is: gathers it under the product.
@@ -213,9 +213,9 @@ class ColumnParallelLinear(_Layer):
         """Draw the parameters anew as nn.Linear draws the whole ones, from one seed on all ranks."""
         for i, (size, weight) in enumerate(zip(self.out_features, self.weights, strict=True)):
             whole = nn.Linear(self.in_features, size, len(self.biases) > 0, device=weight.device, dtype=weight.dtype)
-            self._fill(weight, whole.weight, 0)
+            fill(weight, self._part(whole.weight, 0))
             if whole.bias is not None:
-                self._fill(self.biases[i], whole.bias, 0)
+                fill(self.biases[i], self._part(whole.bias, 0))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"
@@ -279,9 +279,9 @@ class RowParallelLinear(_Layer):
         """Draw the parameters anew as nn.Linear draws the whole ones, from one seed on all ranks."""
         weight = self.weight
         whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, device=weight.device, dtype=weight.dtype)
-        self._fill(weight, whole.weight, 1)
+        fill(weight, self._part(whole.weight, 1))
         if self.bias is not None:
-            self.bias.data.copy_(whole.bias)
+            fill(self.bias, whole.bias.detach())
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {super().extra_repr()}"

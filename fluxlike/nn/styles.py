@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linear import InGroup, check_divides, check_sequence, column_forward, local, row_forward
+from .linear import InGroup, check_divides, check_sequence, column_forward, row_forward
 
 
 class _Style(ParallelStyle):
@@ -48,7 +48,7 @@ class _Style(ParallelStyle):
             if whole is not None:
                 part = distribute_tensor(whole, mesh, [layout], src_data_rank=self.src_data_rank)
                 module.register_parameter(parameter, nn.Parameter(part, requires_grad=whole.requires_grad))
-        module.__class__ = type(f"{kind.__name__}{type(module).__name__}", (kind, type(module)), {})
+        module.__class__ = _class(kind, type(module))
         module.tp_mesh, module.group = mesh, mesh.get_group()  # type: ignore[assignment]
         module.sequence, module.use_local_output = self.sequence, self.use_local_output  # type: ignore[assignment]
         return module
@@ -115,6 +115,16 @@ class RowwiseParallel(_Style):
         return self._take(module, device_mesh, _Rowwise, "in_features", {"weight": Shard(1), "bias": Replicate()})
 
 
+def _class(kind: type, of: type) -> type:
+    """Modules of class ``of`` with the forward of ``kind``."""
+    return type(f"{kind.__name__}{of.__name__}", (kind, of), {})
+
+
+def _blank(kind: type, of: type) -> Any:
+    made: Any = _class(kind, of)
+    return made.__new__(made)
+
+
 class _Linear(InGroup):
     """A linear layer whose parameters are DTensors and whose forward is ours."""
 
@@ -123,6 +133,26 @@ class _Linear(InGroup):
     tp_mesh: DeviceMesh
     sequence: Shard
     use_local_output: bool
+    style: str
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        bases = type(self).__bases__
+        if _Linear not in bases[0].__bases__:  # somebody has changed its class since
+            return super().__reduce_ex__(protocol)
+        return _blank, bases, self.__getstate__()  # its class has no name that a pickle could look up
+
+    def _part(self, name: str, layout: Placement) -> Any:
+        """This rank's part of a parameter. What has been put in the place of the style's DTensor would give wrong results."""
+        parameter = getattr(self, name)
+        if parameter is None:
+            return None
+        if not isinstance(parameter, DTensor) or parameter.placements != (layout,):
+            found = parameter.placements if isinstance(parameter, DTensor) else "a plain tensor"
+            raise ValueError(
+                f"{self.style}: {name} is {found}, it must be a DTensor of layout {layout}, as the style has made it; load "
+                "a plain model's state by torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
+            )
+        return parameter.to_local()
 
     def _dim(self, x: torch.Tensor) -> int:
         return 0 if x.dim() == 2 else self.sequence.dim
@@ -141,6 +171,7 @@ class _Linear(InGroup):
 
 
 class _Colwise(_Linear):
+    style = "fluxlike.nn.ColwiseParallel"
     shared: "_Shared | None"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,13 +179,13 @@ class _Colwise(_Linear):
 
     def products(self, x: torch.Tensor, layers: Sequence["_Colwise"]) -> list[torch.Tensor]:
         """Of one gather of x, which is laid out as this layer's input."""
-        name, dim, m = "fluxlike.nn.ColwiseParallel", self._dim(x), None
+        dim, m = self._dim(x), None
         if isinstance(x, DTensor):
-            check_sequence(name, x, dim, self.tp_mesh.size())
+            check_sequence(self.style, x, dim, self.tp_mesh.size())
             m = x.shape[0] if x.dim() == 2 else None
         x = self._input(x, Shard(dim))
-        weights, biases = [local(layer.weight) for layer in layers], [local(layer.bias) for layer in layers]
-        zs = column_forward(name, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
+        weights, biases = ([layer._part(p, Shard(0)) for layer in layers] for p in ("weight", "bias"))
+        zs = column_forward(self.style, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
         return [
             self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], layer.weight.shape[0]))
             for z, layer in zip(zs, layers, strict=True)
@@ -191,9 +222,11 @@ class _Shared:
 
 
 class _Rowwise(_Linear):
+    style = "fluxlike.nn.RowwiseParallel"
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
         x = self._input(x, Shard(x.dim() - 1))
-        name = "fluxlike.nn.RowwiseParallel"
-        y = row_forward(name, x, local(self.weight), local(self.bias), self.group, self.tp_mesh.size(), dim)
+        weight, bias = self._part("weight", Shard(1)), self._part("bias", Replicate())
+        y = row_forward(self.style, x, weight, bias, self.group, self.tp_mesh.size(), dim)
         return self._output(y, Shard(dim), shape)

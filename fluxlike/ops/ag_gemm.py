@@ -260,23 +260,24 @@ def _run(
         decomposed.ag_gemm(ctx, plan, x, weights, biases, results, gathered, full)
         return
     slot = ctx.start(plan.transport, plan.tile, M=m, K=k)
-    shard, *operands = tiling.padded(operands, plan.padded)
+    with ctx.begun():
+        shard, *operands = tiling.padded(operands, plan.padded)
 
-    def launch(i: int) -> None:
-        z, bias = results[i], biases[i]
-        plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z))
-        if beside is not None:
-            beside()
+        def launch(i: int) -> None:
+            z, bias = results[i], biases[i]
+            plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z))
+            if beside is not None:
+                beside()
 
-    if plan.copies:
-        # the first launch alone: what follows may have to compile, and the peers wait for this shard
-        ctx.overlapped(lambda: launch(0), None, lambda: plan.copies[slot](shard))
-    else:
-        launch(0)
-    for i in range(1, len(weights)):
-        launch(i)
-    if gathered is not None:
-        plan.collects[slot]((shard, gathered))
+        if plan.copies:
+            # the first launch alone: what follows may have to compile, and the peers wait for this shard
+            ctx.overlapped(lambda: launch(0), None, lambda: plan.copies[slot](shard))
+        else:
+            launch(0)
+        for i in range(1, len(weights)):
+            launch(i)
+        if gathered is not None:
+            plan.collects[slot]((shard, gathered))
 
 
 def _plan(

@@ -165,7 +165,8 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: in
     ctx = trees.context(control, row, said) if algo == "trees" else exchange.context(KIND, control, algo, row, said)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
     ctx.begin(algo, **said)
-    queue(ctx, pairs, algo, op, row, several)
+    with ctx.begun():
+        queue(ctx, pairs, algo, op, row, several)
 
 
 def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -> int:

@@ -185,8 +185,9 @@ def _run(
         for start, parts in exchange.pieces(n, chunk, width if n else 0, algo, itemsize, control.size):
             ctx = exchange.context(kind, control, algo, parts.blocks, said)
             ctx.begin(algo, **said)
-            here = x[start:], y[start:]
-            exchange.launch_for(ctx, algo, *here, parts, op, root)(here)
+            with ctx.begun():
+                here = x[start:], y[start:]
+                exchange.launch_for(ctx, algo, *here, parts, op, root)(here)
 
 
 def raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

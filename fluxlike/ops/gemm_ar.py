@@ -120,16 +120,16 @@ def _run(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.
     m, n = y.shape
     algo = all_reduce.choose(y.nbytes, ctx.size) if ctx.algo == "auto" else ctx.algo
     ctx.begin(f"{algo}/torch", M=m, N=n)
-    partial = y if ctx.size == 1 else ctx.partial[: m * n].view(m, n)
-    if x.shape[1] == 0:
-        racecheck.host_write(partial)
-        partial.copy_(torch.zeros_like(partial) if bias is None or ctx.rank else bias.expand_as(partial))
-    else:
-        ctx.multiply(x, weight, partial, None if ctx.rank else bias)
-    if ctx.size > 1:
-        most = exchange.PIECE // ctx.dtype.itemsize
-        for start in range(0, m * n, most):
-            piece = partial.view(-1)[start : start + most], y.view(-1)[start : start + most]
-            row = all_reduce.blocks_of([len(piece[0])], algo, ctx.dtype, ctx.size)
-            all_reduce.queue(ctx, [piece], algo, "sum", row)
-
+    with ctx.begun():
+        partial = y if ctx.size == 1 else ctx.partial[: m * n].view(m, n)
+        if x.shape[1] == 0:
+            racecheck.host_write(partial)
+            partial.copy_(torch.zeros_like(partial) if bias is None or ctx.rank else bias.expand_as(partial))
+        else:
+            ctx.multiply(x, weight, partial, None if ctx.rank else bias)
+        if ctx.size > 1:
+            most = exchange.PIECE // ctx.dtype.itemsize
+            for start in range(0, m * n, most):
+                piece = partial.view(-1)[start : start + most], y.view(-1)[start : start + most]
+                row = all_reduce.blocks_of([len(piece[0])], algo, ctx.dtype, ctx.size)
+                all_reduce.queue(ctx, [piece], algo, "sum", row)

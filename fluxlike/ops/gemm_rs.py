@@ -199,12 +199,13 @@ def _run(
         decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
     slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
-    x, weight = tiling.padded((x, weight), plan.padded)
-    tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
-    if plan.copies:
-        ctx.overlapped(lambda: plan.launches[slot](tensors), (number, slot), plan.copies[slot])
-    else:
-        plan.launches[slot](tensors)
+    with ctx.begun():
+        x, weight = tiling.padded((x, weight), plan.padded)
+        tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
+        if plan.copies:
+            ctx.overlapped(lambda: plan.launches[slot](tensors), (number, slot), plan.copies[slot])
+        else:
+            plan.launches[slot](tensors)
 
 
 def _plan(

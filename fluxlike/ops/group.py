@@ -164,6 +164,13 @@ class GroupContext(metaclass=Making):
         self.stats["calls"] += 1
         self.last_path = path
 
+    def begun(self) -> "_Begun":
+        """A ``with`` for the rest of a call that has begun: what ends it in the middle, as no memory, ends this context.
+
+        The peers have seen that this rank makes the call. If it went on, they would take its next one for this one.
+        """
+        return _Begun(self)
+
     def programs(self, tiles: int) -> int:
         """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
         return max(1, min(self.world.executor.programs, tiles))
@@ -219,7 +226,8 @@ class GroupContext(metaclass=Making):
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         if self.failure() is not None:
-            self._seen = True
+            for context in (self, *self.inner):
+                context._seen = True
             raise self._error  # type: ignore[misc]
         for context in self.inner:
             context.raise_if_failed()
@@ -265,7 +273,9 @@ class GroupContext(metaclass=Making):
             f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}); close the context and make "
             "a new one"
         )
-        self._release()
+        for context in (self, *self.inner):  # whose kernels may be in the middle of the same call
+            context._seen = True
+            context._release()
 
     def check(self) -> None:
         """Wait for the device and raise PeerTimeout if a wait of an earlier call ran out, on this rank or another.
@@ -332,6 +342,9 @@ class GroupContext(metaclass=Making):
         """A failure that no call has raised, which whoever closes the context raises now; after the device is done."""
         unseen = None if self._seen else self.failure()
         self._seen = self._seen or unseen is not None
+        for context in self.inner:
+            found = None if context.closed else context.unseen_failure()
+            unseen = unseen or found
         return unseen
 
     def close(self) -> None:
@@ -347,7 +360,7 @@ class GroupContext(metaclass=Making):
             return
         self.world.executor.synchronize()
         together = [context for context in (self, *self.inner) if not context.closed]
-        unseen = [failure for context in together if (failure := context.unseen_failure()) is not None]
+        unseen = self.unseen_failure()
         for context in together:
             context._end()
         everyone, mismatch = self.control.part(f"closing {self.label}")
@@ -355,8 +368,8 @@ class GroupContext(metaclass=Making):
             self.board.members.remove(context)
             if everyone:
                 self.world.heap.free(context.block)
-        if mismatch is not None or unseen:
-            raise mismatch or unseen[0]
+        if mismatch is not None or unseen is not None:
+            raise mismatch or unseen  # type: ignore[misc]
 
     def _end(self) -> None:
         """No call comes any more, and the device is done."""
@@ -379,8 +392,22 @@ class GroupContext(metaclass=Making):
         leave(self, error)
 
 
-_by_ctl: dict[int, GroupContext] = {}
-#: When the wait that a thread is in began.
+class _Begun:
+    """See `GroupContext.begun`."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: GroupContext) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        """The call has begun before."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._context._broken(error)
+
+
 def leave(context: Any, error: BaseException | None) -> None:
     """Close it at the end of a ``with``. What that finds out is raised, or logged beside the error that is on its way."""
     try:
@@ -391,7 +418,11 @@ def leave(context: Any, error: BaseException | None) -> None:
         world.log.warning("rank %d: %s", context.group_ranks[context.rank], problem)
 
 
+_by_ctl: dict[int, GroupContext] = {}
+#: When the wait that a thread is in began.
 _waits: dict[int, float] = {}
+#: Threads whose wait knows that another rank has given up.
+_told: set[int] = set()
 
 
 def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
@@ -400,9 +431,13 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
     me = threading.get_ident()
     if turn == 0:
         _waits[me] = time.monotonic()
+        _told.discard(me)
     if not programs.yield_program():
         time.sleep(min(5e-5 * (turn + 1), 1e-3))
-    if context.gave_up() not in (0, context.rank + 1):
+    if me not in _told and context.gave_up() not in (0, context.rank + 1):
+        _told.add(me)  # what that rank published before it gave up may have come since the last look: one more
+        return
+    if me in _told:
         raise context.give_up(what, peer, want, seen)
     if turn % 64 == 63:
         mismatch = context.board.diagnose()
@@ -417,6 +452,7 @@ def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, c
 
 lang.set_spin_hook(_on_spin)
 lang.set_used_rows_hook(racecheck.used_rows)
+lang.set_awaits_hook(racecheck.awaits)
 
 
 def resolve(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:
@@ -460,7 +496,10 @@ def kept(
     wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
-        control.agree(f"replacing {context.label}", wanted | {"captured": context.captured})
+        this.executor.synchronize()
+        # raised on all ranks: those that closed it well would wait for the others in making the new one
+        failure = context.unseen_failure()
+        control.agree(f"replacing {context.label}", wanted | {"captured": context.captured}, failure)
         if not context.captured:
             context.close()
     this.cached[key] = context = make(wanted)

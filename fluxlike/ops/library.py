@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.distributed.tensor import DTensor
 
 from ..kernels.tiles import rows_of
 from ..runtime import world
@@ -76,6 +77,13 @@ def whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
     return x_shard.shape[0] * _place(name)[0] if m == EVEN else m
 
 
+def _together(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+    """What a fake checks: with weights left on the meta device, torch would take what the fake returns for the result."""
+    for w in weights:
+        if w.device != x.device:
+            raise ValueError(f"{op}: weight is on {w.device}, x on {x.device}; they must be on the same; load it, or use .to")
+
+
 def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """``backward``, whose results raise where autograd, which was told to create a graph, goes through them."""
     why = (
@@ -85,7 +93,8 @@ def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
     @functools.wraps(backward)
     def once(ctx: Any, grads: Any) -> tuple[Any, ...]:
-        with torch.no_grad():
+        # a backward has the dtypes of its forward, also where autocast is on around it
+        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
             results = backward(ctx, grads)
         if not torch.is_grad_enabled():
             return results
@@ -109,6 +118,7 @@ def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @gemm_rs_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    _together("gemm_rs", x, [weight])
     return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0])
 
 
@@ -165,6 +175,7 @@ def _(
     return_gathered: bool,
     group_name: str,
 ) -> list[torch.Tensor]:
+    _together("ag_gemm", x_shard, weights)
     m = whole(x_shard, m, group_name)
     columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
     return [x_shard.new_empty(m, n) for n in columns]
@@ -242,6 +253,7 @@ def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @gemm_ar_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+    _together("gemm_ar", x, [weight])
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -299,10 +311,12 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
 
 
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
-    """What the dispatcher would call an error of the schema; all else is checked by the call itself."""
+    """What the dispatcher would find first, and say less of; all else is checked by the call itself."""
     for name, t, dims in operands:
         if t is not None and not isinstance(t, torch.Tensor):
             validate.readable(op, name, t, dims, world.current().device)
+        if isinstance(t, DTensor):
+            raise ValueError(f"{op}: {name} is a DTensor; pass {name}.to_local(); the styles of fluxlike.nn take DTensors")
 
 
 def _no(op: str, **arguments: Any) -> None:

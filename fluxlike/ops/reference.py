@@ -5,6 +5,7 @@ They use the host freely and hide nothing. Sums over ranks are made in fp32, so 
 What one rank does wrong, and sizes that differ between ranks, are an error on all.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,18 @@ from .sparse_arguments import check
 from .sparse_index import entries_of
 
 
-@torch.no_grad()
+def _plainly(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Without gradients, and in the dtypes that are written, whatever autocast takes elsewhere."""
+
+    @functools.wraps(run)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            return run(*args, **kwargs)
+
+    return plain
+
+
+@_plainly
 def gemm_ar(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -44,7 +56,7 @@ def gemm_ar(
     return y.copy_(_total(x, weight, bias, control))
 
 
-@torch.no_grad()
+@_plainly
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -99,7 +111,7 @@ def _total(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, con
     return total if bias is None else total + bias.float()
 
 
-@torch.no_grad()
+@_plainly
 def ag_gemm(
     x_shard: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
@@ -135,7 +147,7 @@ def ag_gemm(
     return (result, gathered) if return_gathered else result
 
 
-@torch.no_grad()
+@_plainly
 def sparse_all_reduce(
     x: torch.Tensor,
     op: str = "sum",

@@ -79,14 +79,15 @@ def gemm_rs(
 ) -> None:
     """A call of `ops.gemm_rs`."""
     ctx.begin(f"{NAME}/torch", M=x.shape[0], N=weight.shape[0])
-    if ctx.size == 1:
-        ctx.multiply(x, weight, y, bias)
-        return
-    ctx.multiply(x, weight, plan.scratch)
-    if bias is not None:
-        start = ctx.rank * plan.full
-        ctx.multiply(x[start : start + len(y)], weight, plan.scratch[start : start + len(y)], bias)
-    _exchange(ctx, plan, plan.scratch, y)
+    with ctx.begun():
+        if ctx.size == 1:
+            ctx.multiply(x, weight, y, bias)
+            return
+        ctx.multiply(x, weight, plan.scratch)
+        if bias is not None:
+            start = ctx.rank * plan.full
+            ctx.multiply(x[start : start + len(y)], weight, plan.scratch[start : start + len(y)], bias)
+        _exchange(ctx, plan, plan.scratch, y)
 
 
 def ag_gemm(
@@ -101,12 +102,13 @@ def ag_gemm(
     """A call of `ops.ag_gemm`."""
     ctx.begin(f"{NAME}/torch", M=results[0].shape[0], K=x.shape[1])
     whole = plan.scratch
-    if ctx.size == 1:
-        whole = x
-    else:
-        _exchange(ctx, plan, x.contiguous(), whole)
-    for w, bias, z in zip(weights, biases, results, strict=True):
-        ctx.multiply(whole, w, z, bias)
-    if gathered is not None:
-        racecheck.host_read(whole)
-        gathered.copy_(whole)
+    with ctx.begun():
+        if ctx.size == 1:
+            whole = x
+        else:
+            _exchange(ctx, plan, x.contiguous(), whole)
+        for w, bias, z in zip(weights, biases, results, strict=True):
+            ctx.multiply(whole, w, z, bias)
+        if gathered is not None:
+            racecheck.host_read(whole)
+            gathered.copy_(whole)

@@ -250,11 +250,12 @@ def create_sparse_all_reduce_context(
     """
     control = resolve(group)
     error: Exception | None = None
+    shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)  # a number is [N], as for torch.empty
     try:
         wire = wire_of(dtype, wire_dtype)
         sizes = [*shape, max_nnz]
         if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
-            raise ValueError(f"{NAME}: shape={tuple(shape)}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
+            raise ValueError(f"{NAME}: shape={shape}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
         countable(control.size, max_nnz)
     except ValueError as problem:
         error = problem
@@ -277,8 +278,8 @@ def sparse_all_reduce_(
     """The sum or average of sparse tensors over the ranks, in place: x becomes the result, with new indices and values.
 
     Args:
-        x: sparse COO, bfloat16, float16 or float32, of the same shape and sparse_dim on all ranks, coalesced or not, with any
-            number of entries, also none.
+        x: sparse COO, bfloat16, float16 or float32, of the same shape and sparse_dim on all ranks, coalesced or not, with up to
+            2³⁰ entries, also none.
         op: "sum" or "avg" (over all ranks). group: the ranks; those given to init if None.
         mode: "exact": the result is coalesced: ids in ascending order, each once. The host learns how many they are, and waits for
             the exchange of ids, not for values. "padded": nothing waits, so that it can be captured in a CUDA graph. The result has
@@ -297,9 +298,11 @@ def sparse_all_reduce_(
 
     Raises:
         ValueError: layout, dtype, device, names; too many entries. RuntimeError: no init; "exact" in a graph capture.
-        CallMismatch (a RuntimeError), on all ranks: ranks pass other shapes, dtypes or options. PeerTimeout: a wait ran out.
+        CallMismatch (a ValueError), on all ranks: ranks pass other shapes, dtypes or options. PeerTimeout: a wait ran out.
     """
-    x.data = _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
+    # indices and values are inference tensors where x is one, and only there
+    with torch.inference_mode(isinstance(x, torch.Tensor) and x.is_inference()):
+        x.data = _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
     return x
 
 
@@ -418,7 +421,9 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
         pending = ctx.take(ids, ctx.rows, table_rows, scatter)
         union = pending.read()[0]
-    y = ctx.run(pending, values, union, op, _begin(ctx, x, op, "exact", scatter), False)
+    owned = _begin(ctx, x, op, "exact", scatter)
+    with ctx.begun():
+        y = ctx.run(pending, values, union, op, owned, False)
     return _result(x, pending.table.ids[:union], y, True, ctx if scatter else None)
 
 
@@ -426,5 +431,7 @@ def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int 
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
     pending = ctx.take(ids, capacity, table_rows, scatter)
-    y = ctx.run(pending, values, ctx.size * capacity, op, _begin(ctx, x, op, "padded", scatter), True)
+    owned = _begin(ctx, x, op, "padded", scatter)
+    with ctx.begun():
+        y = ctx.run(pending, values, ctx.size * capacity, op, owned, True)
     return _result(x, pending.table.ids, y, False, ctx if scatter else None)

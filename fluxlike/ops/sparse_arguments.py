@@ -16,6 +16,8 @@ from .sparse_index import ROW
 
 NAME = "sparse_all_reduce"
 MODES = ("exact", "padded")
+#: Entries on a rank up to which the kernels' 32-bit numbers of keys, and of the steps from block to block, hold.
+MOST_ENTRIES = 1 << 30
 #: Names of what may travel.
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -51,7 +53,7 @@ def wire_of(dtype: Any, wire: Any) -> torch.dtype:
 
 def countable(ranks: int, entries: int) -> None:
     """So many entries a rank are a number that the kernels' arithmetic holds."""
-    most = tiling.MAX_SIZE // ranks**2 - ROW
+    most = min(tiling.MAX_SIZE // ranks**2 - ROW, MOST_ENTRIES)
     if entries > most:
         raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
 
@@ -72,12 +74,16 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
     if x.device != device:
         raise ValueError(f"{NAME}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
     width = math.prod(x.shape[x.sparse_dim() :])
-    if width == 0 or x.sparse_dim() == 0:
-        raise ValueError(f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, its rows have no elements to add")
+    if 0 in x.shape or x.sparse_dim() == 0:
+        raise ValueError(
+            f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, it has no rows, or they have no elements to add"
+        )
     if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
         raise ValueError(f"{NAME}: max_nnz={max_nnz!r} is not a whole number above 0")
     if scatter and x.sparse_dim() != 1:
         raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
+    if x._nnz() > MOST_ENTRIES:
+        raise ValueError(f"{NAME}: x has {x._nnz()} entries, more than {MOST_ENTRIES}, up to which kernels count; use x.coalesce()")
     wire = wire_of(x.dtype, wire_dtype)
     if ctx is not None:
         fits(ctx, x, width, group, None if wire_dtype is None else wire, max_nnz)

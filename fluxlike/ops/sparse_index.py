@@ -66,8 +66,12 @@ def entries_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Ids [entries], values [entries, width], and the rows of the table; several sparse dimensions count as one."""
     indices, values, dims = x._indices(), x._values(), x.shape[: x.sparse_dim()]
     ids = indices[0]
-    for dim in range(1, len(dims)):
-        ids = ids * dims[dim] + indices[dim]
+    if len(dims) > 1:  # what is outside of one dimension would be another row, and no id outside of the table
+        outside = (ids < 0) | (ids >= dims[0])
+        for dim in range(1, len(dims)):
+            outside |= (indices[dim] < 0) | (indices[dim] >= dims[dim])
+            ids = ids * dims[dim] + indices[dim]
+        ids = ids.masked_fill(outside, -1)
     return ids, values.reshape(values.shape[0], math.prod(x.shape[x.sparse_dim() :])).contiguous(), math.prod(dims)
 
 

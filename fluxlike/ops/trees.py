@@ -78,13 +78,15 @@ def context(control: ControlGroup, blocks: int, said: dict[str, Any]) -> TreeCon
 def agreed(control: ControlGroup) -> tuple[tuple[list[Tree], list[Tree]], int]:
     """One tree, and one for each rank; and elements up to which one is used. Collective; the same on all ranks, or an error."""
     # a named topology has the ranks as they are in the world, a detected one as their GPUs are
-    where = control.gather(world.current().device.index or 0, "finding the GPUs of a group")
-    named, bound = env.get("FLUXLIKE_TOPOLOGY"), 0
+    named, bound, this = env.get("FLUXLIKE_TOPOLOGY"), 0, world.current()
+    gpus = control.gather(None if named else this.device.index, "finding the GPUs of a group")
+    if None in gpus:
+        gpus = this.indices(control)
     plans: tuple[list[Tree], list[Tree]] = [], []
     error: Exception | None = None
     try:
         bound = env.tree_array_bound()
-        plans = planned(control.size, world.current().indices(control) if named else where)
+        plans = planned(control.size, gpus)
     except (ValueError, RuntimeError) as problem:
         error = problem
     shown = dict(FLUXLIKE_TOPOLOGY=named, trees=f"{zlib.crc32(repr(plans).encode()):08x}", FLUXLIKE_TREE_ARRAY_BOUND=bound)
@@ -93,11 +95,11 @@ def agreed(control: ControlGroup) -> tuple[tuple[list[Tree], list[Tree]], int]:
 
 
 def planned(size: int, gpus: Sequence[int]) -> tuple[list[Tree], list[Tree]]:
-    """One tree, and one for each of ``size`` ranks, which are the GPUs ``gpus`` of the topology, if that has more than they."""
+    """One tree, and one for each of ``size`` ranks, which are the GPUs ``gpus`` of the topology, if it has those."""
     if size == 1:
         return [Tree(0, [], [])], [Tree(0, [], [])]
     matrix: LinkMatrix = current()
-    if len(matrix) > size and max(gpus) < len(matrix):
+    if len(matrix) >= size and max(gpus) < len(matrix):
         matrix = matrix.part(gpus)
     if len(matrix) != size:
         matrix = current(size)  # which says what is wrong

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 from ..kernels.tiles import rows_of
 from ..runtime import world
@@ -54,6 +55,10 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         readable(op, "bias", bias, 1, device)
     if x.dtype not in DTYPES:
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.bfloat16)")
+    if forward_ad._current_level >= 0:
+        for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+                raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{op}: {name} has dtype {t.dtype}, x {x.dtype}; they must be the same, use {name}.to({x.dtype})")
@@ -92,11 +97,24 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
         raise ValueError(f"{op}: {name} has layout {t.layout}, it must be dense (torch.strided); use {name}.to_dense()")
     if t.is_neg():
         raise ValueError(f"{op}: {name} is a lazily negated view, whose memory has the other sign; use {name}.resolve_neg()")
-    if t.data_ptr() == 0 and t.numel():
+    address = _address(t)
+    if address == 0 and t.numel():
         raise ValueError(
             f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
-            f"DTensor {name}.to_local()"
+            f"DTensor {name}.to_local(), and outside of transforms of torch.func, as vmap"
         )
+    if t.dtype in DTYPES and address % t.element_size():  # as of a buffer that others have filled
+        raise ValueError(
+            f"{op}: {name} begins at address {address:#x}, no multiple of the {t.element_size()} bytes of its elements; use "
+            f"{name}.clone()"
+        )
+
+
+def _address(t: torch.Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # a wrapper, as torch.func's
+        return 0
 
 
 def summable(op: str, x: torch.Tensor) -> None:

@@ -108,6 +108,11 @@ class CallBoard:
             if found is not None and found.kind == CALL:
                 raise self._error(found)
 
+    def absence(self) -> CallMismatch | None:
+        """While this rank waits at a meeting: the error when another makes a call instead."""
+        found = None if self.frozen else self._look()
+        return self._error(found) if found is not None and found.kind == CALL else None
+
     def diagnose(self) -> CallMismatch | None:
         """Why a wait may have failed: the difference between two ranks that is on the boards, if there is one."""
         return self._pairs([self._last(rank) for rank in range(len(self._ranks))], [False] * len(self._ranks))

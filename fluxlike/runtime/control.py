@@ -6,11 +6,13 @@ without ``torch.distributed.new_group``: that is collective over the whole world
 each rank has made, which differs between ranks of overlapping groups.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +33,9 @@ log = logging.getLogger("fluxlike")
 #: How often these ranks have made connections: the same number on all of them, so part of a name they agree on.
 _made: Counter[tuple[int, ...]] = Counter()
 
+
+#: What all ranks raise where one does; of others RuntimeError.
+_RAISED = {kind.__name__: kind for kind in (ValueError, CallMismatch, PeerTimeout)}
 
 #: The race checker, while there is one: ranks that agree on the host are ordered by that.
 observer: Any = None
@@ -81,13 +86,17 @@ class ControlGroup:
         self.lock = threading.RLock()
         #: What the ranks do, for comparison; None until it is made, and where they are on several nodes.
         self.board: CallBoard | None = None
+        #: What this rank said at a meeting that it has left with an error, while the others may still come; see `_rejoin`.
+        self._left: Any = None
+        #: The beginning of a meeting: the exchange of gloo's, and where it puts what the ranks say.
+        self._begun: tuple[Any, list[torch.Tensor]] | None = None
         _made[tuple(self.ranks)] += 1
         name = f"fluxlike/{'-'.join(map(str, self.ranks))}/{_made[tuple(self.ranks)]}"
         store = dist.PrefixStore(  # type: ignore[attr-defined]
             name, dist.distributed_c10d._get_default_store()
         )
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.limit()))
+            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.patience()))
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
         keep_in_children(self._gloo)
@@ -99,15 +108,21 @@ class ControlGroup:
 
     @staticmethod
     def limit() -> float:
-        """Seconds for the ranks to come, as the environment has it now."""
+        """Seconds for a message to come, as the environment has it now."""
         try:
             return env.timeout_s()
         except ValueError:  # the ranks must meet to learn that one of them cannot read its environment
             return env.default_timeout_s()
 
+    @classmethod
+    def patience(cls) -> float:
+        """Seconds for the ranks to come to a meeting: one may come only when its wait in a call, just as long, has run out."""
+        limit = cls.limit()
+        return limit + max(2.0, limit / 10)
+
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
-            f"{what}: not every rank of {self.ranks} came within {self.limit():g} s ({str(error).splitlines()[0]}); "
+            f"{what}: not every rank of {self.ranks} came within {self.patience():g} s ({str(error).splitlines()[0]}); "
             "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
         )
 
@@ -136,21 +151,62 @@ class ControlGroup:
 
     def _meet(self, value: Any, what: str) -> list[Any]:
         """What every rank came for, its value, its clocks and its state. CallMismatch if a rank must be told that they differ."""
+        self._rejoin()
         state = None if self.board is None else self.board.state()
         if self.board is not None:
             self.board.meet(what)
         known = None if observer is None else observer.publish().tolist()
-        said = wire.exchange((what, value, known, state), self.ranks, functools.partial(self._all_gather, what))
+        return self._exchange((what, value, known, state))
+
+    def _rejoin(self) -> None:
+        """End a meeting that this rank has left: the others come to it first, and learn there what this one has raised."""
+        message, self._left = self._left, None
+        if message is not None:
+            with contextlib.suppress(CallMismatch):
+                self._exchange(message)
+
+    def _exchange(self, message: tuple[Any, ...]) -> list[Any]:
+        """What every rank says at a meeting to which this one brings ``message``. CallMismatch as `_meet`."""
+        steps = iter((self._first, self._all_gather))  # of `wire.exchange`
+        try:
+            said = wire.exchange(message, self.ranks, lambda mine: next(steps)(message[0], mine))
+        except BaseException:  # an interrupt, too
+            self._left = message if self._begun is not None else None
+            raise
         if self.board is not None:
             self.board.settle([theirs[3] for theirs in said], {theirs[0] for theirs in said})
         return said
 
+    def _first(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        """As `_all_gather`. CallMismatch when a rank makes a call instead of coming; what has begun is left for `_rejoin`."""
+        if self._begun is None:
+            self._begun = self._start(what, mine)
+        work, pause = self._begun[0], 1e-4
+        while self.board is not None and not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            error = self.board.absence() if pause == 0.02 else None  # a rank that is here soon need not be looked for
+            if error is not None:
+                raise error
+        begun, self._begun = self._begun, None
+        return self._end(what, begun)
+
     def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        return self._end(what, self._start(what, mine))
+
+    def _start(self, what: str, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
-        how.timeout = timedelta(seconds=self.limit())
+        how.timeout = timedelta(seconds=self.patience())
         try:
-            self._gloo.allgather([parts], [mine], how).wait()
+            return self._gloo.allgather([parts], [mine], how), parts
+        except RuntimeError as error:
+            raise self._nobody(what, error) from error
+
+    def _end(self, what: str, begun: tuple[Any, list[torch.Tensor]]) -> list[torch.Tensor]:
+        work, parts = begun
+        try:
+            work.wait()
         except RuntimeError as error:
             raise self._nobody(what, error) from error
         return parts
@@ -177,7 +233,8 @@ class ControlGroup:
             raise PeerTimeout(
                 f"{what}: rank {self.ranks[self.rank]} waited up to {self.limit():g} s for rank {self.ranks[peer]} on node {node} "
                 f"({str(error).splitlines()[0]}). All ranks must be alive, reach each other and make the same calls in the same "
-                "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+                "order; FLUXLIKE_TIMEOUT_S sets the limit. To go on, call fluxlike.finalize and fluxlike.init on all ranks: the "
+                "connections between the nodes are no more"
             ) from error
 
     def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:
@@ -188,7 +245,7 @@ class ControlGroup:
                 continue
             if error is not None:
                 raise error
-            kind = ValueError if failure[0] == "ValueError" else RuntimeError
+            kind: type[Exception] = _RAISED.get(failure[0], RuntimeError)
             raise kind(f"rank {self.ranks[index]} failed, so no rank goes on: {failure[1]}")
         for index, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
@@ -199,7 +256,7 @@ class ControlGroup:
 
     def close(self) -> None:
         """Drop the connections now: gloo's threads must not be left to the end of the interpreter, which some do not survive."""
-        self._gloo = None
+        self._gloo = self._begun = self._left = None
 
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""

@@ -148,7 +148,7 @@ class CpuExecutor:
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """out = a · wᵀ (+ bias), added in fp32 and rounded once to the dtype of ``out``."""
-        product = torch.empty(out.shape, device=out.device)
+        product = torch.empty(out.shape, dtype=torch.float32, device=out.device)
         torch.mm(a.float(), w.float().T, out=product)  # this form is one that autocast leaves alone
         out.copy_(product if bias is None else product.add_(bias))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -132,22 +133,34 @@ class CudaCopyEngine:
 
 
 class CudaLanes(Lanes):
-    """The tail of a product on one stream leaves multiprocessors idle, which the next one, on the other, begins to use."""
+    """The tail of a product on one stream leaves multiprocessors idle, which the next one, on the other, begins to use.
+
+    What is allocated on the other stream goes back to torch for that stream once it is dropped, also while a stream still reads it
+    that it was joined to. So the other one begins behind all of those, not only behind the one that calls next.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._other = device, torch.cuda.Stream(device)
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        #: Streams of callers since the other one last began behind all of them; none of a capture, whose memory is the graph's.
+        self._callers: set[torch.cuda.Stream] = set()
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._forked.record(current)
         self._other.wait_event(self._forked)
+        if not torch.cuda.is_current_stream_capturing():
+            for caller in self._callers - {current}:
+                self._other.wait_stream(caller)
+            self._callers.clear()
         try:
             yield
         finally:  # also after an error: what the other stream works on may be freed
             self._joined.record(self._other)
             current.wait_event(self._joined)
+            if not torch.cuda.is_current_stream_capturing():
+                self._callers |= {current, torch.cuda.current_stream(self._device)}  # ids may be started on another one
 
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._other) if turn % 2 else _AS_IT_IS
@@ -212,9 +225,9 @@ class CudaLaunch(Launch):
 
 
 def _is_profiled() -> bool:
-    """Whether somebody listens to Triton's launches."""
-    hook: Any = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    """Whether somebody listens to Triton's launches, before or after them."""
+    hooks: Any = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 class CudaExecutor:
@@ -240,6 +253,12 @@ class CudaExecutor:
             )
 
     def start(self, control: ControlGroup) -> None:
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0") and control.rank == 0 and control.size > 1:
+            log.warning(
+                "CUDA_LAUNCH_BLOCKING is set: a launch ends when its kernel does, and kernels of schedule copy_engine wait for "
+                "copies that are queued behind it, so these calls end in PeerTimeout; unset it, or make contexts with "
+                "schedule='in_kernel'"
+            )
         self.one_host = len(control.nodes) == env.virtual_nodes()
         nvshmem.start(self.device, control, self.one_host)
         self._context, self._threads.known = driver.context(), True
@@ -247,12 +266,13 @@ class CudaExecutor:
         self._posts, self._far_posts = driver.make_stream(), driver.make_stream()
 
     def stop(self) -> None:
-        driver.destroy_stream(self._posts)
-        driver.destroy_stream(self._far_posts)
-        nvshmem.stop()
+        with self.current():
+            driver.destroy_stream(self._posts)
+            driver.destroy_stream(self._far_posts)
+            nvshmem.stop()
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
-        return nvshmem.NvshmemSegment(nbytes, control)
+        return nvshmem.NvshmemSegment(nbytes, control, self.current)
 
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> Any:
         """Through Triton, which compiles what it does not know; returns what was compiled."""

@@ -52,14 +52,14 @@ def timeout_s() -> float:
         value = -1.0
     if not 0 < value < 1e6:
         default = _BY_NAME["FLUXLIKE_TIMEOUT_S"].default
-        raise ValueError(f"FLUXLIKE_TIMEOUT_S={text!r} is not a number of seconds above 0; unset it for {default}")
+        raise ValueError(f"FLUXLIKE_TIMEOUT_S={text!r} is no number of seconds above 0 and below 1000000; unset it for {default}")
     return value
 
 
 def cpu_programs() -> int:
     """FLUXLIKE_CPU_PROGRAMS, checked."""
     text = get("FLUXLIKE_CPU_PROGRAMS")
-    if not text.isdigit() or not 1 <= int(text) <= 64:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ValueError(f"FLUXLIKE_CPU_PROGRAMS={text!r} is not a whole number from 1 to 64; unset it for 2")
     return int(text)
 
@@ -131,6 +131,6 @@ def heap_bytes() -> int | None:
         return None
     scale = {"K": 10, "M": 20, "G": 30}.get(text[-1].upper(), 0)
     digits = text[:-1] if scale else text
-    if not digits.isdigit() or int(digits) == 0:
+    if not digits.isdecimal() or int(digits) == 0:
         raise ValueError(f"FLUXLIKE_HEAP_BYTES={text!r} is not a size; write bytes, or 64K, 512M, 4G")
     return int(digits) << scale

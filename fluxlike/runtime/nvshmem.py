@@ -8,6 +8,8 @@ processing elements, not over a sub-group; so a segment belongs to the world, an
 import functools
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -97,18 +99,20 @@ def quiet(stream: int) -> None:
 class NvshmemSegment:
     """``nbytes`` on every GPU of the world, each mapped by those of its node; making and closing it is collective.
 
-    ``addresses``: where they are mapped here, 0 for those of other nodes, also where they could be mapped.
+    ``addresses``: where they are mapped here, 0 for those of other nodes, also where they could be mapped. ``current``: a ``with``
+    in which this rank's device is current, as NVSHMEM goes by that and a caller, or a thread of one, may have another.
     """
 
-    def __init__(self, nbytes: int, control: ControlGroup) -> None:
+    def __init__(self, nbytes: int, control: ControlGroup, current: Callable[[], AbstractContextManager[Any]]) -> None:
         import nvshmem.core as nvshmem
         from nvshmem.bindings import ptr
 
         self.nbytes = -(-nbytes // 512) * 512
-        self._rank = control.rank
+        self._rank, self._current = control.rank, current
         error: Exception | None = None
         try:
-            self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
+            with current():
+                self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
         except Exception as problem:  # nvshmem4py raises several kinds; each means that the memory is not to be had
             error = RuntimeError(
                 f"cannot allocate {self.nbytes >> 20} MiB on the NVSHMEM heap ({problem}); free GPU memory, or pass a smaller "
@@ -137,4 +141,5 @@ class NvshmemSegment:
     def close(self) -> None:
         import nvshmem.core as nvshmem
 
-        nvshmem.free_tensor(self.local)
+        with self._current():
+            nvshmem.free_tensor(self.local)

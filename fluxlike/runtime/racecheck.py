@@ -7,7 +7,7 @@ the same memory has seen. What is not ordered is a race, found on the first run.
 
 *Threads.* Each program of a grid, the host thread of each rank, and the copy engines of each rank (all contexts' together are one
 thread). Programs of one rank run one at a time on a CPU, but count as concurrent, as they are on a GPU. A grid may have
-`MAX_PROGRAMS` of them.
+`racethreads.MAX_PROGRAMS` of them.
 
 *What orders.*
 
@@ -42,143 +42,50 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from . import programs, racereport, raceverdict
+from . import racereport, raceverdict
 from .control import ControlGroup
 from .errors import RaceError
 from .heap import Segment
-from .racememory import Memory, Place
-from .racereport import ATOMIC, ENGINE, FIRST_PROGRAM, HOST, READ, STORE
-from .raceshadow import ATOMICS, BANKS, CLOCK, GRANULE, KIND, NEXT, READS, RING, SIGNAL, SITE, TID, WIDTH, WRITE, Part, Shadow
+from .racememory import Place
+from .racereport import ATOMIC, READ, STORE
+from .raceshadow import ATOMICS, CLOCK, GRANULE, KIND, NEXT, READS, RING, SIGNAL, SITE, TID, WRITE, Part
+from .racethreads import Thread, Threads
 
-MAX_PROGRAMS = BANKS * WIDTH - FIRST_PROGRAM
 _OTHER_WORDS = 1 << 16
+#: Atomics of larger blocks are no signals that anyone waits for one by one.
+_SIGNALS_AT_ONCE = 64
 _PART = 1 << 20  # bytes of an access of the host that are judged at once; even
 #: What an access can race with.
 _AGAINST = {READ: (WRITE, ATOMICS), STORE: (WRITE, READS, ATOMICS), ATOMIC: (WRITE, READS)}
 
 
-@dataclass
-class Thread:
-    """A logical thread of this rank: what it knows (``clock``), and how reports call it."""
+class Done(NamedTuple):
+    """What came of an atomic on a block of words."""
 
-    tid: int
-    clock: np.ndarray
-    program: int = -1
-    kernel: str = ""
-    #: record numbers of its accesses since its last signal, by place and kind
-    recent: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
-    #: rows that count of its next descriptor load, if it said so
-    used_rows: int | None = None
+    result: Any
+    #: which words it wrote; None: all. One that it did not write, as a compare-and-swap that fails does not, was only read
+    wrote: np.ndarray | None = None
+    #: the numbers in the words before and after it, if they are numbers that signals count in
+    before: np.ndarray | None = None
+    after: np.ndarray | None = None
 
 
-class Checker(Memory):
+class Checker(Threads):
     """The checker of one process; made and ended by `start` and `stop`."""
 
     def __init__(self, control: ControlGroup) -> None:
         self.control = control
-        super().__init__(Shadow(control), control)
-        self._ticks = np.zeros(BANKS * self.shadow.width, np.int32)
-        self.host, self.engine = self._thread(HOST), self._thread(ENGINE)
+        super().__init__(control)
         self._others: dict[int, list[np.ndarray]] = {}
-        self._on_engine, self._blind = threading.local(), threading.local()
-        self._turns: dict[tuple[int, ...], int] = {}
+        self._blind = threading.local()
         self.where: Callable[[], str] = lambda: "the host"
         #: What takes away, one by one, the hooks through which it is told of accesses.
         self.undo: list[Callable[[], None]] = []
-
-    # -- threads --------------------------------------------------------------------------------------------------------
-
-    def _thread(self, number: int) -> Thread:
-        thread = Thread(self.shadow.thread(self.rank, number), np.zeros(self.shadow.counted, np.int32))
-        self._tick(thread)
-        return thread
-
-    def _tick(self, thread: Thread) -> None:
-        """What the thread does from now on is not part of what it has just made known."""
-        self._ticks[thread.tid] += 1
-        thread.clock[thread.tid] = self._ticks[thread.tid]
-        thread.recent.clear()
-
-    def _learn(self, thread: Thread, clock: np.ndarray) -> None:
-        """The thread knows what ``clock`` says, too; any rank may have counted more threads than this one."""
-        self._reach(thread, len(clock))
-        np.maximum(thread.clock[: len(clock)], clock, out=thread.clock[: len(clock)])
-
-    @staticmethod
-    def _reach(thread: Thread, threads: int) -> None:
-        if len(thread.clock) < threads:
-            thread.clock = np.pad(thread.clock, (0, threads - len(thread.clock)))
-
-    def current(self) -> Thread:
-        program = programs.current()
-        if program is not None:
-            return program.checked
-        return self.engine if getattr(self._on_engine, "yes", False) else self.host
-
-    def _acting(self) -> Thread:
-        """The thread that does something now. The shadow is locked."""
-        thread = self.current()
-        self._reach(thread, self.shadow.counted)
-        return thread
-
-    def fork(self, grid: programs.Grid) -> None:
-        """A launch begins."""
-        x, y, z = grid.dims
-        if x * y * z > MAX_PROGRAMS:
-            raise RuntimeError(
-                f"the race checker follows at most {MAX_PROGRAMS} programs of a grid, and {grid.name} is launched with "
-                f"{x * y * z}; launch fewer, each of which does several tiles (as fluxlike's kernels do), or a smaller problem"
-            )
-        with self.shadow:
-            self.shadow.count(FIRST_PROGRAM + x * y * z - 1)
-            self._reach(self.host, self.shadow.counted)
-        for program in grid.queue:
-            i, j, k = program.pid
-            number = i + x * (j + y * k)
-            thread = Thread(self.shadow.thread(self.rank, FIRST_PROGRAM + number), self.host.clock.copy(), number, grid.name)
-            self._tick(thread)
-            program.checked = thread
-            grid.checked.append(thread)
-        self._tick(self.host)
-
-    def join(self, grid: programs.Grid) -> None:
-        """A launch is over."""
-        for thread in grid.checked:
-            self._learn(self.host, thread.clock)
-
-    def publish(self) -> np.ndarray:
-        """What the host thread knows, for the other ranks of an agreement."""
-        known = self.host.clock.copy()
-        self._tick(self.host)
-        return known
-
-    def learn(self, clocks: list[list[int] | None]) -> None:
-        """What the host threads of an agreement knew."""
-        for clock in clocks:
-            if clock is not None and len(clock) % self.shadow.width == 0 and len(clock) <= len(self._ticks):
-                self._learn(self.host, np.array(clock, self.host.clock.dtype))
-
-    @contextlib.contextmanager
-    def meeting(self, ranks: tuple[int, ...]) -> Iterator[None]:
-        """A collective of these ranks, as torch has them, that nobody leaves before everybody has come.
-
-        What they know goes by two words in turn: nobody can come to the next meeting but one while another has not left this one.
-        """
-        turn = self._turns[ranks] = 1 - self._turns.get(ranks, 0)
-        with self.shadow:
-            word = self.shadow.meeting_word(hash((*ranks, turn)))
-            known = self.publish().reshape(-1, 1, self.shadow.width)
-            table = self.shadow.system
-            table[: len(known), word] = np.maximum(table[: len(known), word], known)
-        yield
-        with self.shadow:
-            self._learn(self.host, self.shadow.system[: self.shadow.counted // self.shadow.width, word].reshape(-1))
 
     def is_blind(self) -> bool:
         """Whether this thread is inside `unseen`."""
@@ -191,18 +98,6 @@ class Checker(Memory):
             yield
         finally:
             self._blind.yes = before
-
-    def queued(self) -> np.ndarray:
-        """What a job of the copy engine may rely on: the host's past."""
-        return self.publish()
-
-    def begin_job(self, known: np.ndarray) -> None:
-        self._on_engine.yes = True
-        with self.shadow:  # the engines of two contexts are two threads of the process
-            self._learn(self.engine, known)
-
-    def join_engine(self) -> None:
-        self._learn(self.host, self.engine.clock)
 
     # -- accesses -------------------------------------------------------------------------------------------------------
 
@@ -321,13 +216,10 @@ class Checker(Memory):
     # -- signals --------------------------------------------------------------------------------------------------------
 
     def atomic(
-        self, addresses: np.ndarray, size: int, order: int, scope: int, act: Callable[[], tuple[Any, np.ndarray | None]],
-        poll: bool = False,
-    ) -> Any:  # fmt: skip
-        """An atomic on words at ``addresses``. ``act`` does it; with its result it gives which words it wrote, None for all.
-
-        A word that it did not write, as a compare-and-swap that fails does not, was only read: an acquire at most. ``poll``: it
-        writes what is there, so it is no signal.
+        self, addresses: np.ndarray, size: int, order: int, scope: int, act: Callable[[], Done], poll: bool = False
+    ) -> Any:
+        """An atomic on words at ``addresses``, which ``act`` does. ``poll``: it writes what is there, so it is no signal for
+        reports; a release it may be all the same.
         """
         with self.shadow:
             self._raise_if_stopped()
@@ -335,15 +227,20 @@ class Checker(Memory):
             places = self.locate(addresses, size)
             for place in places:
                 self._judge(thread, site, place, ATOMIC)
-            result, wrote = act()
-            given = addresses if wrote is None else addresses[wrote]
-            published = places if wrote is None else self.locate(given, size)
+            done = act()
+            given = addresses if done.wrote is None else addresses[done.wrote]
+            published = places if done.wrote is None else self.locate(given, size)
             if order & 2 and scope:
                 for *clocks, numbers in self._words(published, given, size):
                     for table in clocks[:scope]:
                         banks = thread.clock.reshape(-1, 1, self.shadow.width)
                         table[: len(banks), numbers] = np.maximum(table[: len(banks), numbers], banks)
-            if order & 1 and scope:
+            if not poll:
+                self._turned(given, size, order, scope, done)
+            promised = self._promised(thread, addresses, size, done) if poll and scope == 2 else None
+            if order & 1 and promised is not None:
+                self._learn(thread, promised)
+            elif order & 1 and scope:
                 for *clocks, numbers in self._words(places, addresses, size):
                     for table in clocks[:scope]:
                         banks = table[: len(thread.clock) // self.shadow.width, numbers]
@@ -352,13 +249,45 @@ class Checker(Memory):
                 for known, granules, _ in published:
                     if len(granules) == max(1, size // GRANULE):
                         self._remember(thread, known.area, int(granules[0]), order, scope, site)
+            if len(given) and (order & 2 or not poll):
                 self._tick(thread)
-            return result
+            return done.result
+
+    def _turned(self, addresses: np.ndarray, size: int, order: int, scope: int, done: Done) -> None:
+        """Words were written by an atomic: what each had published when, for the waits that say what they wait for.
+
+        Words that are no signals, as numbers that are summed by relaxed atomics, do not become any by that.
+        """
+        if done.before is None or done.after is None or (order & 2 and scope == 1) or len(addresses) > _SIGNALS_AT_ONCE:
+            for place in self.locate(addresses, size):
+                numbers = self.shadow.areas[place.known.area].cells[place.granules, SIGNAL]
+                self.shadow.kept[numbers[numbers > 0]] = -1
+            return
+        for address, before, after in zip(addresses, done.before, done.after, strict=True):
+            number = self._signal(int(address), size)
+            if number:
+                self.shadow.turned(number, int(before), int(after))
+
+    def _promised(self, thread: Thread, addresses: np.ndarray, size: int, done: Done) -> np.ndarray | None:
+        """What this look at a word tells its thread, if that said what it waits for: nothing yet, or what it waits for."""
+        if thread.awaits is None or len(addresses) != 1 or thread.awaits[0] != int(addresses[0]) or done.before is None:
+            return None
+        want = thread.awaits[1]
+        if done.before[0] < want:
+            return np.zeros(0, np.int32)
+        thread.awaits = None
+        number = self._signal(int(addresses[0]), size)
+        return self.shadow.promised(number, want) if number else None
+
+    def _signal(self, address: int, size: int) -> int:
+        """The number of the signal at a word, or 0: no atomic has published or acquired there, or it is not checked."""
+        places = self.locate(np.array([address]), size)
+        return int(self.shadow.areas[places[0].known.area].cells[places[0].granules[0], SIGNAL]) if places else 0
 
     def _words(self, places: list[Place], addresses: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """The clocks of the words at ``places``, at gpu scope and at system scope; of one that is not checked this process's."""
         if not places:
-            return [self._other(int(addresses[0]))] if len(addresses) == 1 else []
+            return [self._other(address) for address in np.unique(addresses).tolist()]
         first = [(self.shadow.areas[known.area], granules[:: max(1, size // GRANULE)]) for known, granules, _ in places]
         return [(self.shadow.gpu[self.rank], self.shadow.system, self.shadow.signal_numbers(*words)) for words in first]
 
@@ -379,8 +308,8 @@ class Checker(Memory):
         shadow.ring[thread.tid, at] = (area, granule, thread.clock[thread.tid], order + 4 * scope, site)
         shadow.signals[thread.tid] += 1
 
-    def stream_wait(self, address: int, met: Callable[[], bool]) -> bool:
-        """The copy engine looks at a word; True, and an acquire at system scope, if it is as it waits for."""
+    def stream_wait(self, address: int, value: int, met: Callable[[], bool]) -> bool:
+        """The copy engine looks at a word; True, and an acquire at system scope, if it is ``value`` or more, as it waits for."""
         with self.shadow:
             self._raise_if_stopped()
             if not met():
@@ -390,22 +319,28 @@ class Checker(Memory):
             for place in self.locate(np.array([address]), 4):
                 self._judge(thread, site, place, ATOMIC)
                 number = self.shadow.signal_numbers(self.shadow.areas[place.known.area], place.granules[:1])[0]
-                self._learn(thread, self.shadow.system[: self.shadow.counted // self.shadow.width, number].reshape(-1))
+                known = self.shadow.promised(int(number), value)
+                if known is None:
+                    known = self.shadow.system[: self.shadow.counted // self.shadow.width, number].reshape(-1)
+                self._learn(thread, known)
             return True
 
-    def stream_write(self, address: int, act: Callable[[], None]) -> None:
-        """The copy engine, or another stream of the host's, sets a word: a release at system scope, by a store."""
+    def stream_write(self, address: int, value: int, act: Callable[[], int]) -> None:
+        """The copy engine, or another stream of the host's, sets a word to ``value``: a release at system scope, by a store.
+
+        ``act`` does it, and gives what was there.
+        """
         with self.shadow:
-            thread, site = self._acting(), self.shadow.site("a stream write")
+            thread, site, before = self._acting(), self.shadow.site("a stream write"), act()
             for place in self.locate(np.array([address]), 4):
                 self._judge(thread, site, place, ATOMIC)
                 number = self.shadow.signal_numbers(self.shadow.areas[place.known.area], place.granules[:1])
-                self.shadow.forget_signals(number)
+                self.shadow.withdraw_signals(number)
                 banks = thread.clock.reshape(-1, 1, self.shadow.width)
                 for table in (self.shadow.gpu[self.rank], self.shadow.system):
                     table[: len(banks), number] = banks
                 self._remember(thread, place.known.area, int(place.granules[0]), 2, 2, site)
-            act()
+                self.shadow.turned(int(number[0]), before, value)
             self._tick(thread)
 
     # -- the report -----------------------------------------------------------------------------------------------------
@@ -483,6 +418,12 @@ def unwatch(tensor: torch.Tensor) -> None:
     """End what `watch` began."""
     if _checker is not None:
         _checker.unwatch(tensor)
+
+
+def awaits(address: int, want: int) -> None:
+    """The running program looks at the word at ``address`` from now on until it is ``want`` or more; that is all it relies on."""
+    if _checker is not None:
+        _checker.current().awaits = (address, want)
 
 
 def used_rows(rows: int) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import torch.distributed as dist
 import triton.runtime.interpreter as stock
 
-from . import control, interpreter, programs, racecheck, racehost, rewriting
+from . import control, interpreter, programs, racecheck, racehost, rewriting, shm
 from .control import ControlGroup
 from .cpu import CpuCopyEngine, CpuExecutor
-from .racecheck import Checker
+from .racecheck import Checker, Done
 from .racereport import READ, STORE
 
 _SEM = stock._ir.MEM_SEMANTIC
@@ -91,6 +91,16 @@ def _size(pointers: Any) -> int:
     return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
 
+def _numbers(op: Any, found: Any, value: Any, keep: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The numbers in the words of ``keep`` before and after an atomic, if it sets or adds to integers, as signals count."""
+    kinds = stock._ir.ATOMIC_OP
+    if found.data.dtype.kind not in "iu" or op not in (kinds.ADD, kinds.XCHG):
+        return None, None
+    before = found.data[keep].reshape(-1)
+    given = np.broadcast_to(value.data, found.data.shape)[keep].reshape(-1)
+    return before, given if op == kinds.XCHG else before + given
+
+
 class _Operations:
     """The builder's memory operations with the checker in front."""
 
@@ -109,19 +119,22 @@ class _Operations:
         programs.before_memory(effect=False)  # outside the lock: it may switch to another program
         poll = op == stock._ir.ATOMIC_OP.ADD and not value.data.any()
 
-        def act() -> tuple[Any, None]:
-            return stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope), None
+        def act() -> Done:
+            found = stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope)
+            keep = ... if mask is None else np.broadcast_to(mask.data, found.data.shape)
+            return Done(found, None, *_numbers(op, found, value, keep))
 
         return self.checker.atomic(_selected(pointers, mask), _size(pointers), _ORDER[sem], _SCOPE[scope], act, poll)
 
     def create_atomic_cas(self, pointers: Any, compare: Any, value: Any, sem: Any, scope: Any) -> Any:
         programs.before_memory(effect=False)
 
-        def act() -> tuple[Any, np.ndarray]:
+        def act() -> Done:
             found = stock.InterpreterBuilder.create_atomic_cas(self.builder, pointers, compare, value, sem, scope)
             bits = np.dtype(f"u{found.data.itemsize}")  # bits are compared, not numbers
             wanted = np.broadcast_to(compare.data.astype(found.data.dtype), found.data.shape)
-            return found, (found.data.view(bits) == wanted.view(bits)).reshape(-1)
+            wrote = found.data.view(bits) == wanted.view(bits)
+            return Done(found, wrote.reshape(-1), *_numbers(stock._ir.ATOMIC_OP.XCHG, found, value, wrote))
 
         return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], act)
 
@@ -167,10 +180,10 @@ class CheckedCopyEngine(CpuCopyEngine):
         super()._queue(ordered)
 
     def _met(self, address: int, value: int) -> bool:
-        return self._checker.stream_wait(address, lambda: super(CheckedCopyEngine, self)._met(address, value))
+        return self._checker.stream_wait(address, value, lambda: super(CheckedCopyEngine, self)._met(address, value))
 
     def _write(self, address: int, value: int) -> None:
-        self._checker.stream_write(address, lambda: super(CheckedCopyEngine, self)._write(address, value))
+        _written(self._checker, super()._write, address, value)
 
     def _copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         self._checker.span(source, pitch_source, width, rows, READ)
@@ -183,7 +196,14 @@ class CheckedCopyEngine(CpuCopyEngine):
 
 
 def _written(checker: Checker, plain: Callable[[int, int], None], address: int, value: int) -> None:
-    checker.stream_write(address, lambda: plain(address, value))
+    """A word of 32 bits is set, as the checker sees it."""
+
+    def act() -> int:
+        before = int(shm.words(address, 1, np.int32)[0])
+        plain(address, value)
+        return before
+
+    checker.stream_write(address, value, act)
 
 
 #: Collectives of torch.distributed that nobody leaves before everybody has come; some releases have not all of them.

@@ -13,7 +13,8 @@ that it does not follow. All granules of one operation share a record, so a cell
 distinct record instead of once for each granule; and no reader is ever forgotten in favour of another, as in checkers that keep
 only the last. A chain holds a thread at most once. When records run out, those that no cell leads to are used again.
 
-*Signals.* A word that atomics use has vector clocks: one published at system scope, one for each rank at GPU scope.
+*Signals.* A word that atomics use has vector clocks: one published at system scope, one for each rank at GPU scope; and, at system
+scope, those of its last values (`racepast`).
 
 *Banks.* A clock counts every thread, and nearly always a rank has few. So threads come in banks of 18 a rank: the host, the copy
 engine and 16 programs, then 18 programs more in each. Clocks reach as far as the banks in use, which grow with the largest grid.
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from . import racepast
 from .control import ControlGroup
 from .shm import share
 
@@ -110,7 +112,7 @@ class Area:
                 yield table[chunk * _CHUNK : (chunk + 1) * _CHUNK]
 
 
-class Shadow:
+class Shadow(racepast.Past):
     """The tables, as this process maps them. All methods are called with `lock` held."""
 
     def __init__(self, control: ControlGroup) -> None:
@@ -127,6 +129,7 @@ class Shadow:
             ("taken", np.uint8, (RECORDS,)),  # records that the last search found in use
             ("system", np.int32, (BANKS, SIGNALS, self.width)),  # clocks
             ("gpu", np.int32, (ranks, BANKS, SIGNALS, self.width)),
+            *racepast.fields(SIGNALS, self.width),
             ("sites", np.uint8, (SITES, SITE_BYTES)),
             ("ring", np.int64, (threads, RING, 5)),  # area, granule, clock, order, site of the last signals
             ("signals", np.int64, (threads,)),  # how many each thread has given
@@ -147,11 +150,9 @@ class Shadow:
             self.header[:3] = self.header[6] = 1  # 0 means none
         control.barrier("starting the race checker")
 
-    header: np.ndarray
     message: np.ndarray
     records: np.ndarray
     taken: np.ndarray
-    system: np.ndarray
     gpu: np.ndarray
     sites: np.ndarray
     ring: np.ndarray
@@ -248,11 +249,16 @@ class Shadow:
 
     # -- signals and sites ----------------------------------------------------------------------------------------------
 
-    def forget_signals(self, numbers: np.ndarray) -> None:
-        """Who acquires these from now on acquires nothing."""
+    def withdraw_signals(self, numbers: np.ndarray) -> None:
+        """Nothing is published there any more; a wait may still have met an earlier value."""
         banks = int(self.header[6])
         self.system[:banks, numbers] = 0
         self.gpu[:, :banks, numbers] = 0
+
+    def forget_signals(self, numbers: np.ndarray) -> None:
+        """Who acquires these from now on acquires nothing."""
+        self.withdraw_signals(numbers)
+        self.kept[numbers] = 0
 
     def signal_numbers(self, area: Area, granules: np.ndarray) -> np.ndarray:
         """The signals at ``granules``, new ones where there are none."""

@@ -313,7 +313,7 @@ def finalize() -> None:
     if error is not None and world.control.size > 1:
         log.error(
             "rank %d: %s: %s; fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others, then the traceback comes",
-            dist.get_rank(), type(error).__name__, error, world.control.limit(),
+            dist.get_rank(), type(error).__name__, error, world.control.patience(),
         )  # fmt: skip
     try:
         world.close()

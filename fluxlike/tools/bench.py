@@ -430,6 +430,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     asked.methods = [name for name in possible if name in names and name not in asked.left_out]
     if not asked.methods:
         parser.error(f"--methods: {'; '.join(asked.left_out.values())}")
+    command.writable(parser, asked.out)
     return asked
 
 

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -54,6 +55,16 @@ def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cud
         parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite {toy}, or small --shapes")
     elif asked.suite not in kind.SUITES:
         parser.error(f"--suite {asked.suite} is none of {asked.op}'s, which are {', '.join(kind.SUITES)}")
+
+
+def writable(parser: argparse.ArgumentParser, folder: str | None) -> None:
+    """Makes ``--out``, on the rank that writes; ends the process if no file can be made there, before hours are spent."""
+    if folder and os.environ.get("RANK", "0") == "0":
+        try:
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--out {folder}: {error}")
 
 
 def lacks(tool: str, package: str, install: str = "") -> bool:

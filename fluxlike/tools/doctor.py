@@ -216,6 +216,9 @@ def _gpu_problems(facts: Facts) -> Iterable[Problem]:
     if facts.gpus and facts.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
         what = "TRITON_INTERPRET is set, so kernels run on the CPU though there are GPUs"
         yield Problem(what, "Unset it: fluxlike turns to the interpreter by itself where there is no GPU.")
+    if len(facts.gpus) > 1 and facts.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        what = "CUDA_LAUNCH_BLOCKING is set, and kernels of schedule copy_engine wait for copies queued behind their launch"
+        yield Problem(what, "Unset it, or make contexts with schedule='in_kernel': with copy_engine calls end in PeerTimeout.")
 
 
 def _network_problems(facts: Facts) -> Iterable[Problem]:

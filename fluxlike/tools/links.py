@@ -56,7 +56,7 @@ class Row:
 
 def pushed(algo: str, nbytes: float, itemsize: int, ranks: int, plan: Sequence[Tree]) -> list[list[float]]:
     """Bytes that each rank pushes to each other one. ``plan``: the trees, for "tree" and "trees"."""
-    each = {"one_shot": 2.0, "two_shot": 4 / ranks, "bulk": 2 / ranks}.get(algo, 0.0) * nbytes
+    each = {"one_shot": 1.0, "two_shot": 2 / ranks, "bulk": 2 / ranks}.get(algo, 0.0) * nbytes
     found = [[each * (i != j) for j in range(ranks)] for i in range(ranks)]
     for tree in plan if algo in BOUNDS else ():
         for parent, child in tree.edges:
@@ -216,4 +216,4 @@ def main(argv: list[str] | None = None) -> int:
                 topo.write(asked.json, {"environment": stamp, "protocol": facts, "rows": [asdict(row) for row in rows]})
         return 0
 
-    return command.run("links", work, lambda error: str(error) if isinstance(error, (RuntimeError, ValueError)) else None)
+    return command.run("links", work, lambda error: str(error) if isinstance(error, (OSError, RuntimeError, ValueError)) else None)

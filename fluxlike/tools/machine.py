@@ -35,7 +35,10 @@ PACKAGES = (
 NOT_TRIED = "not tried"  # how the reason begins where an earlier step ended the child
 LIBRARIES = ("libnvshmem_host", "libcudart", "libnccl")
 DMABUF_KERNEL = (5, 12)  # the first Linux whose RDMA takes dma-bufs
-VARIABLES = ("FLUXLIKE_", "NVSHMEM_", "NCCL_", "TRITON_", "TORCH_SYMM_MEM_", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+VARIABLES = (
+    "FLUXLIKE_", "NVSHMEM_", "NCCL_", "TRITON_", "TORCH_SYMM_MEM_", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
+    "LD_LIBRARY_PATH",
+)  # fmt: skip
 
 
 @dataclass

@@ -14,6 +14,7 @@ of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. 
 import argparse
 import importlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,20 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
             if shape["methods"].get(name, {}).get("status") == "ok":
                 measured = shape["methods"][name]["ms"]["median"] / 1e3
                 yield Compared(record["ranks"], call, name, measured, seconds)
+
+
+def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]:
+    """`compare` of those records that are of ``op``; ValueError names a file that is no record of bench."""
+    found: list[Compared] = []
+    for path in paths:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            found += compare(record, cluster) if record["op"] == op else []
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{path} is no record of bench: {error}; give JSON files that bench --out has written") from error
+    if not found:
+        raise ValueError(f"no record of {op} in {', '.join(map(str, paths))}")
+    return found
 
 
 # what is printed
@@ -176,10 +191,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", metavar="RECORD", nargs="+", type=Path, help="instead, copy_engine against records of bench")
     asked = parser.parse_args(argv)
     for name in ("gpus_per_node", "nvlink_gbps", "net_gbps", "tflops"):
-        if not getattr(asked, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0")
-    if asked.net_us < 0:
-        parser.error(f"--net-us {asked.net_us:g} must not be below 0")
+        if not 0 < getattr(asked, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0 and finite")
+    if not 0 <= asked.net_us < math.inf:
+        parser.error(f"--net-us {asked.net_us:g} must not be below 0, and finite")
     try:
         asked.nodes = [int(count) for count in asked.nodes.split(",")]
     except ValueError:
@@ -199,20 +214,23 @@ def main(argv: list[str] | None = None) -> int:
         rate=asked.tflops * 1e12, message=asked.net_us / 1e6,
     )  # fmt: skip
     if asked.check:
-        wanted = (json.loads(path.read_text()) for path in asked.check)
-        found = [one for record in wanted if record["op"] == asked.op for one in compare(record, cluster)]
-        if not found:
-            print(f"model: no record of {asked.op} in {', '.join(map(str, asked.check))}", file=sys.stderr)
+        try:
+            found = compared(asked.op, asked.check, cluster)
+        except ValueError as error:
+            print(f"model: {error}", file=sys.stderr)
             return 1
         print("\n".join(check_lines(found)))
         return 0
     rows = list(predicted(cluster, asked.nodes, asked.calls))
     rates = f"NVLink {cluster.nvlink / GIGA:g} GB/s, network {cluster.net / GIGA:g} GB/s a GPU, {cluster.rate / 1e12:g} TFLOP/s"
     print("\n".join([f"{asked.op} by the model: {rates}", *table(rows)]))
-    if asked.json:
-        facts = {"cluster": asdict(cluster), "rows": [as_json(row) for row in rows]}
-        topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
-    why = draw(rows, Path(asked.plot)) if asked.plot else None
+    facts = {"cluster": asdict(cluster), "rows": [as_json(row) for row in rows]}
+    try:
+        if asked.json:
+            topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
+        why = draw(rows, Path(asked.plot)) if asked.plot else None
+    except OSError as error:
+        why = str(error)
     if why:
         print(f"model: {why}", file=sys.stderr)
     return 1 if why else 0

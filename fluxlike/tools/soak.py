@@ -64,6 +64,8 @@ class Soak:
         this = world.current()
         self.asked, self.machine, self.profile, self.control = asked, machine, profile, this.control
         self.rank, self.ranks = self.control.rank, self.control.size
+        if machine.device.type == "cpu" and not env.get("FLUXLIKE_TOPOLOGY"):  # there are no links that could be detected
+            env.put("FLUXLIKE_TOPOLOGY", "p3.16xlarge" if self.ranks <= 8 else f"ring-{self.ranks}")
         self.pool = soak_plan.signatures(asked.seed, self.ranks, self.profile)
         self.sizes = soak_plan.context_sizes(self.pool)
         self.members = soak_plan.groups(self.ranks)
@@ -379,6 +381,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--minutes {asked.minutes:g} is not a number of minutes from 0 on")
     if asked.limit < 1 or asked.seed < 0 or (asked.only is not None and asked.only < 0):
         parser.error("--limit must be above 0, and --seed and --only not below it")
+    command.writable(parser, asked.out)
     return asked
 
 

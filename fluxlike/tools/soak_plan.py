@@ -25,7 +25,7 @@ WAITS = (SPARSE, "exact")
 OPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OVERLAPPED, SCHEDULES),
     "gemm_ar": ("auto", "one_shot", "two_shot", "bulk", "kept"),
-    "all_reduce": ("auto", "one_shot", "two_shot", "bulk"),
+    "all_reduce": ("auto", "one_shot", "two_shot", "bulk", "trees"),
     **dict.fromkeys(COLLECTIVES[1:], ("auto", "words", "bulk")),
     SPARSE: ("exact", "padded"),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .soak_machine import Sample
-from .soak_plan import kinds
+from .soak_plan import OPS, kinds
 
 #: What a quantity may grow by, from the largest of the first quarter's samples to the largest of the last quarter's: so much, or
 #: this share of the first if that is more. The allocators of the C library and of the CUDA driver keep some for later; the heap,
@@ -50,11 +50,11 @@ def worst_of(ranks: Sequence[Growth]) -> Growth:
 
 def table(result: dict[str, Any], modes: Sequence[str]) -> str:
     """What rank 0 says at the end."""
-    modes = sorted(set(modes))
-    lines = ["", f"{'calls':<26}" + "".join(f"{name:>10}" for name in (*modes, "all"))]
+    modes, width = sorted(set(modes)), 1 + max(map(len, OPS))
+    lines = ["", f"{'calls':<{width + 12}}" + "".join(f"{name:>10}" for name in (*modes, "all"))]
     for op, schedule in kinds(0):
         counts = [result["calls_by_kind"].get(f"{op}/{schedule}/{mode}", 0) for mode in modes]
-        lines.append(f"{op:<14} {schedule:<11}" + "".join(f"{count:>10}" for count in (*counts, sum(counts))))
+        lines.append(f"{op:<{width}}{schedule:<12}" + "".join(f"{count:>10}" for count in (*counts, sum(counts))))
     lines += [
         "",
         f"{result['minutes']:.1f} minutes on {result['ranks']} ranks, heap {result['heap']}, seed {result['seed']}, after "

@@ -79,6 +79,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="reports as JSON")
     runfile.arguments(parser, nargs="?")
     asked = parser.parse_args(argv)
+    if not all(number.isdecimal() and int(number) >= 80 for number in asked.sm.split(",")):
+        parser.error(f"--sm {asked.sm!r} is no list of compute capabilities from 80 on, such as 80,90")
+    if asked.jobs is not None and asked.jobs < 1:
+        parser.error(f"--jobs {asked.jobs} is below 1; leave it out for one a core")
     capabilities = [int(number) for number in asked.sm.split(",")]
     status = 0
     if asked.file is None:

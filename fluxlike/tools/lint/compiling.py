@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 _TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
@@ -156,18 +157,23 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
 
 
 def _serialised(ptx: str, capability: int) -> str:
-    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and compiles what it knows only once."""
+    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and compiles what it knows only once.
+
+    Triton has more than one ptxas, and which of them takes the PTX of an architecture depends on its release.
+    """
     if "wgmma.mma_async" not in ptx:
         return ""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        said = _run("ptxas", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
+        said = _run(get_ptxas(capability).path, f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
     found = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function", said)
     return found.group(1) if found else ""
 
 
 def _run(tool: str, *arguments: str) -> str:
-    """What it says, errors behind the rest."""
-    done = subprocess.run([os.path.join(_TOOLS, tool), *arguments], capture_output=True, text=True, check=True)
+    """What a tool of Triton's, or one by its path, says; errors behind the rest."""
+    done = subprocess.run([os.path.join(_TOOLS, tool), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{tool} of Triton {triton.__version__} ended with status {done.returncode}: {done.stderr.strip()}")
     return done.stdout + done.stderr

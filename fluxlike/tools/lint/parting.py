@@ -1,4 +1,5 @@
-"""Branches at which the threads of a program may part, in front of a barrier that then is not the same for all of them.
+"""Branches at which the threads of a program may part, in front of a barrier that then is not the same for all of them; and words
+that those which are ahead overwrite before the others have read them.
 
 What Triton calls a scalar each thread computes for itself. That is all the same while they compute it from the same numbers. But a
 word in memory that others write, read by each thread, and the clock, may differ from warp to warp. An atomic's result does not,
@@ -30,6 +31,21 @@ def partings(ptx: Ptx, is_barrier: Callable[[Op], bool]) -> Iterator[tuple[Op, O
             if barrier is not None:
                 yield branch, cause, barrier
                 break
+
+
+def overtaken(ptx: Ptx, loads: set[Op], stores: set[Op], is_barrier: Callable[[Op], bool]) -> Iterator[tuple[Op, Op]]:
+    """(store, load in front of it) without a barrier on some way between them: a warp may store before another has loaded."""
+    if ptx.threads <= 32:
+        return
+
+    def step(op: Op, state: frozenset[Op]) -> frozenset[Op]:
+        return state | {op} if op in loads else frozenset() if is_barrier(op) else state
+
+    nothing: frozenset[Op] = frozenset()
+    events = {op.line for op in ptx.ops if op in loads or op in stores or is_barrier(op)}
+    for op, state in ptx.flow(nothing, events, step, frozenset.union):
+        if op in stores and state:
+            yield op, min(state, key=lambda load: load.line)
 
 
 def _is_own(op: Op) -> bool:

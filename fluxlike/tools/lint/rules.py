@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ...kernels import sync, trace
 from . import ttir
 from .compiling import Built
-from .parting import partings
+from .parting import overtaken, partings
 from .paths import NOTHING, Facts, Paths
 from .ptx import Op, Ptx
 
@@ -49,6 +49,7 @@ class Spec:
         loops: loops of matrix products. mma: what they use, "wgmma", "tcgen05", "mma.sync" or "fma".
         buffers: shared memory buffers of each operand in such a loop; 1 where loads cannot be asynchronous.
         operands: shapes of the blocks of such a loop's operands in shared memory.
+        counters: arguments that hold numbers of calls, which all threads of a program read and the program advances.
         pitches: arguments that are distances in elements, between rows or parts of memory.
         counts: operations in the source, as {"release": 5, "arrival": 1, "acquire": 12}; an arrival is acquire and release.
         local: instructions that move registers to and from local memory (spills) which are allowed.
@@ -62,6 +63,7 @@ class Spec:
     mma: str | None = None
     buffers: int | None = None
     operands: tuple[tuple[int, int], ...] = ()
+    counters: tuple[str, ...] = ()
     pitches: tuple[str, ...] = ()
     counts: dict[str, int] = field(default_factory=dict)
     local: int = 0
@@ -115,7 +117,8 @@ def mma_of(op: Op) -> str | None:
 
 def lint(ptx: Ptx, spec: Spec) -> list[Finding]:
     """All that can be said from the PTX alone; `lint_built` knows more."""
-    return [*releases(ptx, spec), *acquires(ptx, spec), *signals(ptx, spec), *bounded(ptx), *parted(ptx), *main_loops(ptx, spec)]
+    in_order = [*releases(ptx, spec), *acquires(ptx, spec), *signals(ptx, spec)]
+    return [*in_order, *bounded(ptx), *parted(ptx, spec), *main_loops(ptx, spec)]
 
 
 def releases(ptx: Ptx, spec: Spec) -> list[Finding]:
@@ -264,17 +267,28 @@ def bounded(ptx: Ptx) -> list[Finding]:
     return found
 
 
-def parted(ptx: Ptx) -> list[Finding]:
-    """Rule "parted": no branch in front of a barrier is on what the warps of a program may see differently."""
-    return [
-        _finding("parted", branch, _PARTED.format(name=cause.name, at=_at(cause), there=_at(barrier)))
-        for branch, cause, barrier in partings(ptx, lambda op: is_barrier(op, ptx.threads))
+def parted(ptx: Ptx, spec: Spec) -> list[Finding]:
+    """Rule "parted": no branch in front of a barrier is on what the warps of a program may see differently; numbers of calls are
+    advanced when all of them have read them.
+    """
+    barrier = functools.partial(is_barrier, threads=ptx.threads)
+    numbers = [op for op in ptx.ops if touches(ptx, op, spec.counters)]
+    loads, stores = set(filter(is_plain_load, numbers)), set(filter(is_global_store, numbers))
+    found = [
+        _finding("parted", branch, _PARTED.format(name=cause.name, at=_at(cause), there=_at(where)))
+        for branch, cause, where in partings(ptx, barrier)
     ]
+    late = overtaken(ptx, loads, stores, barrier)
+    return found + [_finding("parted", store, _OVERTAKEN.format(at=_at(load))) for store, load in late]
 
 
 _PARTED = (
     "this branch is on what each thread has for itself from {name} at {at}; warps that go different ways come to other barriers "
     "(one is at {there}), and the program may hang: let all threads have one answer, by lang.any_thread(…) or an atomic"
+)
+_OVERTAKEN = (
+    "the number of the call, which every thread loads at {at}, is overwritten before all have: one that is late has that of the "
+    "next call; call cta_barrier() in front of the store"
 )
 
 

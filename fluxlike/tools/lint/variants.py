@@ -217,7 +217,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather)
     if launch.name == "sum_over_nodes_kernel":
         launch = replace(launch, payload=())
-    spec = Spec(launch.payload, launch.signals, launch.bases, pitches=PITCHES, counts=counts)
+    spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),

@@ -1,0 +1,165 @@
+"""fluxlike.nn: states that are put into layers, copies on disk, the meta device, and checkpoints in what is compiled."""
+
+import io
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import device, run_ranks
+from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import parallel as torchs
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fluxlike
+
+
+def both(group):
+    """The block of layers, and that of styles; x whole and this rank's part of it."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    x = torch.randn(2, 4 * size, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device())
+    return [Sharded(model(), group, 1, False), parallel(model(), mesh, shared=True)], x, x.chunk(size, 1)[rank]
+
+
+@on_device
+def replaced_parameters(group):
+    """What is put in the place of a style's DTensor is refused: whole weights, of which each rank would make a sum's every part."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    _, _, shard = both(group)
+    ours = parallel(model(), mesh)
+    ours.load_state_dict(model().state_dict(), assign=True)
+    with pytest.raises(ValueError, match=r"weight is a plain tensor.*set_model_state_dict"):
+        ours(shard)
+    for name, layer, x in (("Colwise", "gate", shard), ("Rowwise", "down", torch.randn(2, 4, INNER // mesh.size()))):
+        ours = parallel(model(), mesh)
+        tied = DTensor.from_local(getattr(model(), layer).weight.detach(), mesh, [Replicate()])
+        getattr(ours, layer).weight = nn.Parameter(tied)
+        with pytest.raises(ValueError, match=rf"{name}Parallel: weight is \(Replicate\(\),\)"):
+            getattr(ours, layer)(x)
+
+
+def test_parameters_in_another_layout_are_refused():
+    run_ranks(replaced_parameters, 2)
+
+
+@on_device
+def pickled(group):
+    models, x, shard = both(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for ours in models:
+        file = io.BytesIO()
+        torch.save(ours, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+        assert type(other) is type(ours) and isinstance(getattr(other, "gate", nn.Linear(1, 1)), nn.Linear)
+        close(other(shard), model()(x).chunk(size, 1)[rank], "pickled")
+
+
+def test_models_can_be_pickled():
+    run_ranks(pickled, 2)
+
+
+@on_device
+def on_meta(group):
+    """Shapes can be asked for on the meta device; weights that were left there are an error, not what memory holds."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    models, _, shard = both(group)
+    for ours in [*models, parallel(model(), mesh)]:
+        empty = ours.to("meta")
+        y = empty(shard.to("meta"))
+        assert y.is_meta and y.shape == shard.shape
+        with pytest.raises(ValueError, match="gemm: weight is on meta, x on"):
+            getattr(empty, "gate", getattr(empty, "gate_up", None))(shard)
+        down = empty.down.weight
+        down = down.to_local() if isinstance(down, DTensor) else down
+        for call in (fluxlike.gemm_rs, fluxlike.gemm_ar):
+            with pytest.raises(ValueError, match="weight is on meta, x on"):
+                call(torch.randn(4, down.shape[1]), down)
+
+
+def test_the_meta_device():
+    run_ranks(on_meta, 2)
+
+
+@on_device
+def drawn_under_fsdp(group):
+    """The usual way: on the meta device, sharded, then memory, then values."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"].get_group()
+
+    class Block(nn.Sequential):
+        def __init__(self, where=None):
+            column = fluxlike.nn.ColumnParallelLinear(HIDDEN, [INNER], group=tp, device=where)
+            super().__init__(column, fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=tp, device=where))
+
+        def forward(self, x):
+            return self[1](F.silu(self[0](x)[0]))
+
+    torch.manual_seed(1)
+    right = Block()
+    ours = Block("meta")
+    fully_shard(ours, mesh=mesh["dp"])
+    ours.to_empty(device=device())
+    torch.manual_seed(1)
+    for layer in ours:
+        layer.reset_parameters()
+    for mine, plain in zip(ours.parameters(), right.parameters(), strict=True):
+        assert isinstance(mine, DTensor) and torch.equal(mine.full_tensor(), plain)
+    x = torch.randn(2, 4, HIDDEN, generator=torch.Generator(device()).manual_seed(2))
+    close(ours(x), right(x), "under FSDP2")
+
+
+def test_layers_are_drawn_under_fsdp():
+    run_ranks(drawn_under_fsdp, 4, makes_groups=True)
+
+
+@on_device
+def compiled_checkpoints(group):
+    """What the docs say: a checkpoint in what is compiled keeps the results of the calls, and makes the rest again."""
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    mesh = DeviceMesh.from_group(group, device().type)
+    models, _, shard = both(group)
+    ops = [torch.ops.fluxlike.ag_gemm.default, torch.ops.fluxlike.gemm_rs.default]
+    keep = partial(create_selective_checkpoint_contexts, ops)
+    torch._dynamo.reset()
+    for ours in (models[0], parallel(model(), mesh)):
+        fast = torch.compile(
+            lambda x, ours=ours: checkpoint(ours, x, use_reentrant=False, context_fn=keep), fullgraph=True, backend="aot_eager"
+        )
+        grads = []
+        for run in (ours, fast):
+            ours.zero_grad()
+            run(shard).square().sum().backward()
+            grads.append([p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in ours.parameters()])
+        for a, b in zip(*grads, strict=True):
+            close(a, b, "a checkpoint, compiled")
+
+
+def test_checkpoints_in_what_is_compiled():
+    run_ranks(compiled_checkpoints, 2)
+
+
+@on_device
+def clipped(group):
+    """With norms under torch's SequenceParallel all parameters are DTensors, and the norm of all gradients is the unsharded one."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    _, x, shard = both(group)
+    ours = parallelize_module(parallel(model(), mesh), mesh, {"norm": torchs.SequenceParallel(use_local_output=True)})
+    totals = []
+    for run, given in ((ours, shard), (model(), x)):
+        run(given).square().sum().backward()
+        total = torch.nn.utils.clip_grad_norm_(run.parameters(), 1.0)
+        totals.append(total.full_tensor() if isinstance(total, DTensor) else total)
+    close(*totals, "norm of all gradients")
+
+
+def test_gradients_are_clipped():
+    run_ranks(clipped, 2)
