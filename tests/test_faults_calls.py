@@ -195,6 +195,7 @@ def raises_in_the_middle(group):
     def act():
         with make_context("gemm_rs", "in_kernel", group) as ctx:
             call(ctx, 1)
+            dist.barrier(group)  # who is still in this call would hear of it there
             if rank == size - 1:
                 time.sleep(0.3)
                 raise KeyError("of the caller")

@@ -230,6 +230,7 @@ def wrong(group, how, op):
     call(x, w, ctx)
     if how != "other":
         ctx.check()
+    dist.barrier()  # a rank still in its check would be told of what the others meet next
     since, said = time.monotonic(), ""
     if guilty and how == "absent":
         time.sleep(4)
