@@ -158,9 +158,15 @@ class GroupContext(metaclass=Making):
             self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
 
     def begin(self, path: str, **sizes: Any) -> None:
-        """Start a call: `record` it, order it behind the last one. ``path``: how it is made."""
+        """Start a call: `record` it, order it behind the last one. ``path``: how it is made.
+
+        Also behind what waits for peers on other streams of ours. A kernel with a program on every multiprocessor waits for peers,
+        too: if one GPU began with the one and another with the other, each would wait for what the other has no room for.
+        """
         self.record(**sizes)
         self._stream = self.world.executor.on_same_stream(self._stream)
+        for wait in tuple(self.world.ahead):
+            wait()
         self.stats["calls"] += 1
         self.last_path = path
 

@@ -101,7 +101,8 @@ class SparseAllReduceContext(EpochContext):
     # -- ids ------------------------------------------------------------------------------------------------------------
 
     def start_indices(self, ids: torch.Tensor) -> None:
-        """Begin the exchange of the ids of the next call, so in the forward pass; beside what the current stream holds next.
+        """Begin the exchange of the ids of the next call, so in the forward pass; beside what the current stream holds next, up to
+        the next call of fluxlike that waits for peers, which begins behind it.
 
         Args:
             ids: int64 or int32, of any shape: those of the next gradient, in its order, as the input of an embedding is. They must
@@ -130,10 +131,12 @@ class SparseAllReduceContext(EpochContext):
         """
         self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 176 characters
         self._stream = self.world.executor.on_same_stream(self._stream)
-        joined = ExitStack()
+        joined, ahead = ExitStack(), tuple(self.world.ahead)
         joined.enter_context(self._lanes.forked())
         try:
             with self._lanes.of(1), torch.no_grad():
+                for other in ahead:
+                    other()
                 local = sparse_index.local(self, ids, capacity, sparse_index.key_dtype(table_rows), table_rows)
                 messages = torch.empty(self.size, local.message.numel(), dtype=local.message.dtype, device=self.device)
                 self._gather(local.message, messages)
@@ -141,11 +144,19 @@ class SparseAllReduceContext(EpochContext):
                     table = sparse_index.shard(self, messages, chunk_rows(table_rows, self.size))
                 else:
                     table = sparse_index.table(self, messages, self.owned)
-                read = list if self.world.executor.is_capturing() else self.world.executor.read_later(table.meta)
+                capturing = self.world.executor.is_capturing()
+                read = list if capturing else self.world.executor.read_later(table.meta)
         except BaseException as error:
             joined.close()
             self._broken(error)
             raise
+
+        def wait() -> None:
+            if self.world.executor.is_capturing() == capturing:  # a captured stream cannot wait for one outside, nor the reverse
+                self._lanes.wait()
+
+        self.world.ahead.append(wait)
+        joined.callback(self.world.ahead.remove, wait)
         return Pending(ids, capacity, local, table, read, joined)
 
     def _gather(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -224,7 +235,7 @@ class SparseAllReduceContext(EpochContext):
         return self.prepare(kernels.sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 
     def drop(self) -> None:
-        self._pending = None
+        self.cancel_indices()
         super().drop()
 
 

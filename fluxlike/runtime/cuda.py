@@ -165,6 +165,9 @@ class CudaLanes(Lanes):
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._other) if turn % 2 else _AS_IT_IS
 
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._other)
+
 
 class CudaPuts:
     """A side stream of puts to other nodes. Between GPUs of one host NVSHMEM copies; else a kernel of its own rings the network

@@ -31,6 +31,9 @@ class Lanes:
         """Where what is queued goes to the caller's stream, or to the other one if ``turn`` is odd. Inside `forked`."""
         return contextlib.nullcontext()
 
+    def wait(self) -> None:
+        """What follows on the current stream is behind what the other one holds now, without the end of `forked`."""
+
 
 class Launch:
     """``kernel`` over ``programs`` programs; of ``args``, those at the positions ``varying`` are given anew for each launch.

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,8 @@ class World:
         self.rank, self.size = self.control.rank, self.control.size
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
+        #: For what waits for peers on a stream of ours: lets the current stream wait for it. See `GroupContext.begin`.
+        self.ahead: list[Callable[[], None]] = []
         self._controls: dict[str, ControlGroup] = {group.group_name: self.control}
         self._started = False
         try:

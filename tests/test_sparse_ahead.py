@@ -1,0 +1,80 @@
+"""Ids that go ahead of their gradient wait for those of the peers: other calls that wait begin behind them, on all GPUs alike."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device, run_ranks
+from test_sparse_all_reduce import embedding, same
+
+import fluxlike
+from fluxlike.runtime import world
+
+
+def ordered(group):
+    """What waits for peers is behind ids that go ahead, which wait for them as well, until these are used or forgotten."""
+    this, rank = world.current(), dist.get_rank(group)
+    waits = []
+    x, weight = torch.ones(8, 4, device=device()), torch.zeros(50, 4, device=device(), requires_grad=True)
+    ids = torch.arange(3 + rank, device=device())
+    with (
+        fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx,
+        fluxlike.create_sparse_all_reduce_context((9, 2), 4, group=group) as other,
+        fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype, group=group) as product,
+    ):
+        for table in (ctx, other):
+            wait = table._lanes.wait
+            table._lanes = copy.copy(table._lanes)
+            table._lanes.wait = lambda wait=wait, table=table: [waits.append(table), wait()]
+
+        def waited(act):
+            waits.clear()
+            act()
+            return list(waits)
+
+        def reduced():
+            fluxlike.sparse_all_reduce(embedding(ids, weight, 0), group=group, ctx=ctx)
+
+        def multiplied():
+            fluxlike.gemm_rs(x, x, product)
+
+        assert waited(multiplied) == []
+        assert waited(lambda: ctx.start_indices(ids)) == []
+        assert waited(multiplied) == waited(lambda: fluxlike.all_reduce(x, group)) == [ctx]
+        assert waited(lambda: other.start_indices(ids[:2])) == [ctx]
+        assert waited(multiplied) == [ctx, other]
+        assert waited(reduced) == [other]
+        assert waited(multiplied) == [other]
+        other.cancel_indices()
+        assert waited(multiplied) == []
+        ctx.start_indices(ids)
+    assert this.ahead == []
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_what_waits_is_behind_ids_ahead(ranks):
+    run_ranks(ordered, ranks)
+
+
+def beside_products(group):
+    """Ids go ahead of products that take all multiprocessors and wait for peers, in both ways, again and again."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    weight = torch.zeros(200_000, 8, device=device(), requires_grad=True)
+    m = 1024 * size
+    x, w = torch.randn(m, 512, device=device()).bfloat16(), torch.randn(4096, 512, device=device()).bfloat16()
+    with fluxlike.create_sparse_all_reduce_context(weight.shape, 60_000, group=group) as ctx:
+        for turn in range(20):
+            ids = torch.randint(0, 200_000, (60_000,), generator=torch.Generator().manual_seed(size * turn + rank)).to(device())
+            if (turn + rank) % 2:
+                torch.cuda._sleep(2_000_000)  # the GPUs come to it one after the other
+            ctx.start_indices(ids)
+            fluxlike.gemm_rs(x, w, group=group)
+            fluxlike.ag_gemm(x[: m // size], w, group=group)
+            grad = embedding(ids, weight, turn)
+            same(fluxlike.sparse_all_reduce(grad, group=group, ctx=ctx), fluxlike.reference.sparse_all_reduce(grad, group=group))
+
+
+@pytest.mark.gpu
+def test_ids_ahead_of_products():
+    run_ranks(beside_products, 2)
