@@ -197,6 +197,7 @@ class DryWorld:
         self.rank, self.size, self.device = rank, ranks, DEVICE
         self.contexts: list[Any] = []
         self.cached: dict[Any, Any] = {}
+        self.ahead: list[Any] = []
         self.executor = DryExecutor(capability, self)
         self.heap = SymmetricHeap(DrySegment, self.control, 1 << 20)  # type: ignore[arg-type]
 
