@@ -46,7 +46,7 @@ Protocol and proofs
 import triton
 import triton.language as tl
 
-from .elements import AVG, advance, combine, load_payload, place_in_part, reduce_words, row_of, store_payload
+from .elements import AVG, advance, average, combine, load_payload, place_in_part, reduce_words, row_of, store_payload
 from .sync import (
     CONSUMED,
     EPOCH,
@@ -229,7 +229,7 @@ def exchange_bulk_kernel(
             for source in tl.static_range(1, R):
                 total = combine(total, of_rank(here + block * B, row, kept, source, rank, B), OP)
             if OP == AVG:
-                total = total / R
+                total = average(total, R)
             reduced = total.to(x.dtype.element_ty)
         if GATHER:
             number = results + (0 if ROOTED else rank)

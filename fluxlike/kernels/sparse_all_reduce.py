@@ -51,7 +51,7 @@ Measured: docs/sparse_all_reduce.md.
 import triton
 import triton.language as tl
 
-from .elements import AVG, advance
+from .elements import AVG, advance, average
 from .lang import drain_stores
 from .sparse_index import NONE, NOWHERE
 from .sync import WAIT_PARTIAL, WAIT_RESULT, at_peer, peer_address, wait
@@ -232,7 +232,7 @@ def _reduce(
                         theirs = tl.load(slots + row_ * R + source, mask=owned_, other=-1)
                         total, begun = _add(total, begun, staging + source * source_rows, theirs, theirs >= 0, columns, PITCH)
                     if OP == AVG:
-                        total = total / R
+                        total = average(total, R)
                     result = total.to(y.dtype.element_ty)
                     at = slot_.to(tl.int64)[:, None] * PITCH + columns[None, :]
                     mask = owned_[:, None] & (columns < PITCH)[None, :]
@@ -259,7 +259,7 @@ def _copy_rows(
             block = tl.load(staging + there, mask=_within((at >= 0)[:, None], columns, D, BC), other=0.0)
             if OP == AVG:  # an owner has divided its sums
                 owner = tl.load(owners + row, mask=row < union, other=0)
-                block = tl.where((owner < 0)[:, None], block.to(tl.float32) / R, block.to(tl.float32))
+                block = tl.where((owner < 0)[:, None], average(block.to(tl.float32), R), block.to(tl.float32))
             to = y + row.to(tl.int64)[:, None] * D + columns[None, :]
             tl.store(to, block.to(y.dtype.element_ty), mask=_within(here[:, None], columns, D, BC))
 
@@ -295,7 +295,7 @@ def _drain(
                         slot_ = tl.load(slots + row_ * R + source, mask=there, other=-1)
                         total, begun = _add(total, begun, staging + source * source_rows, slot_, slot_ >= 0, columns, PITCH)
                     if OP == AVG:
-                        total = total / R
+                        total = average(total, R)
                     to = y + row_.to(tl.int64)[:, None] * D + columns[None, :]
                     tl.store(to, total.to(y.dtype.element_ty), mask=_within((row_ < rows)[:, None], columns, D, BC))
 

@@ -32,7 +32,7 @@ Protocol and proofs
 import triton
 import triton.language as tl
 
-from .elements import AVG, advance, combine, place
+from .elements import AVG, advance, average, combine, place
 from .sync import WAIT_PARTIAL, WAIT_RESULT, pull, push
 
 
@@ -68,7 +68,7 @@ def all_reduce_trees_kernel(
                 mine = tl.load(node + 1)
                 push(partials + mine * row + block * B, total, flags + mine * capacity + block, epoch, ctl, rank, parent, B)  # (A)
             elif OP == AVG:
-                total = total / R
+                total = average(total, R)
         elif parent >= 0:
             total = pull(results + block * B, last + block, epoch, ctl, rank, WAIT_RESULT, parent, R, B).to(tl.float32)  # (B)
         if climbs == (parent < 0):

@@ -173,7 +173,9 @@ def sparse_all_reduce(
         part = part.to(wire).float()
         grown[at] = torch.where(new[:, None], part, grown[at] + part)
         total, seen = grown, union
-    result = (total / control.size if op == "avg" else total).to(x.dtype)
+    if op == "avg":
+        total /= torch.tensor(float(control.size), device=x.device)  # by a number of the host's, torch multiplies on GPUs
+    result = total.to(x.dtype)
     indices = torch.stack(torch.unravel_index(seen, x.shape[:dims]))
     return torch.sparse_coo_tensor(
         indices, result.view(len(result), *x.shape[dims:]), x.shape, device=x.device, is_coalesced=True, check_invariants=False
