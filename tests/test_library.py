@@ -225,17 +225,21 @@ def transformed(group):
 
     size = dist.get_world_size(group)
     x, w = torch.randn(4 * size, 8, device=device()), torch.randn(6, 8, device=device())
-    mesh = DeviceMesh.from_group(group, device().type)
+    mesh, learned = DeviceMesh.from_group(group, device().type), leaf(w)
     for op in (fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar):
         with forward_ad.dual_level():
-            for operands in ((forward_ad.make_dual(x, x), w), (x, forward_ad.make_dual(w, w))):
+            dual = forward_ad.make_dual(x, x)
+            for operands in ((dual, w), (x, forward_ad.make_dual(w, w)), (dual, learned)):
                 with pytest.raises(ValueError, match=r"forward-mode.*would be lost"):
                     op(*operands, group=group)
             op(x, w, group=group)
+            op(x, learned, group=group)
         with pytest.raises(ValueError, match=r"no memory of its own.*torch\.func"):
             torch.func.vmap(lambda t, op=op: op(t, w, group=group))(x[None])
         with pytest.raises(ValueError, match=r"no memory of its own.*torch\.func|forward-mode"):
             torch.func.jvp(lambda t, op=op: op(t, w, group=group), (x,), (x,))
+        with pytest.raises(ValueError, match="forward-mode"):  # as with the weight of a layer
+            torch.func.jvp(lambda t, op=op, learned=learned: op(t, learned, group=group), (x,), (x,))
         spread = distribute_tensor(w, mesh, [Replicate()])
         for operands in ((x, leaf(spread)), (distribute_tensor(x, mesh, [Replicate()]), leaf(w))):
             with pytest.raises(ValueError, match=r"is a DTensor.*to_local"):

@@ -317,6 +317,8 @@ def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
             validate.readable(op, name, t, dims, world.current().device)
         if isinstance(t, DTensor):
             raise ValueError(f"{op}: {name} is a DTensor; pass {name}.to_local(); the styles of fluxlike.nn take DTensors")
+    if not torch.compiler.is_compiling():  # the op itself gets its operands without them
+        validate.no_tangents(op, [(name, t) for name, t, _ in operands])
 
 
 def _no(op: str, **arguments: Any) -> None:

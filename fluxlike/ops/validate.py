@@ -1,5 +1,6 @@
 """The checks of a call's tensors: each error says what is wrong, the value, the rule and the remedy."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,10 +56,7 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         readable(op, "bias", bias, 1, device)
     if x.dtype not in DTYPES:
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.bfloat16)")
-    if forward_ad._current_level >= 0:
-        for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-            if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-                raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
+    no_tangents(op, [("x", x), ("weight", weight), ("bias", bias)])
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{op}: {name} has dtype {t.dtype}, x {x.dtype}; they must be the same, use {name}.to({x.dtype})")
@@ -80,6 +78,15 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         )
     for name, size in (("M", x.shape[0]), ("N", weight.shape[0]), ("K", x.shape[1])):
         countable(op, name, size)
+
+
+def no_tangents(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+    """No operand carries a derivative that only torch's own products would pass on."""
+    if forward_ad._current_level < 0:
+        return
+    for name, t in named:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
 
 
 def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device) -> None:
