@@ -250,6 +250,29 @@ def test_transforms_and_tensors_that_calls_cannot_see_through():
     run_ranks(transformed, 2)
 
 
+def overwritten(group):
+    """Backward after a call has written to what autograd has saved is torch's error, not a wrong gradient."""
+    size = dist.get_world_size(group)
+    x, w = torch.randn(4 * size, 8, device=device()), torch.randn(6, 8, device=device())
+    writes = [
+        lambda y: fluxlike.all_reduce_(y, group),
+        lambda y: fluxlike.all_reduce_([torch.zeros(3, device=device()), y], group),
+        lambda y: fluxlike.gemm_rs(x, w, out=y, group=group),
+        lambda y: fluxlike.gemm_ar(x.view(4, -1)[:, :8].contiguous(), w, out=y, group=group),
+    ]
+    for write in writes:
+        a = leaf(torch.randn(4, 6, device=device()))
+        y = a.exp()
+        loss = y.sum()
+        write(y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_sees_what_calls_write():
+    run_ranks(overwritten, 2)
+
+
 # schemas and compilers
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from ..kernels.all_reduce import all_reduce_one_shot_kernel
 from ..kernels.tiles import cdiv
@@ -79,6 +80,7 @@ def all_reduce_(
         validate.contiguous("all_reduce_", t)
     _apart(xs)
     _run(xs, xs, group, op, algo)
+    increment_version(xs)  # autograd, which may have saved them, does not see what a kernel writes
     return x
 
 

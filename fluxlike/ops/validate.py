@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from ..kernels.tiles import rows_of
 from ..runtime import world
@@ -199,6 +200,7 @@ def output(
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is not None and overlaps(out, t):
             raise ValueError(f"{op}: out overlaps {name} in memory, and is written while {name} is read; give it memory of its own")
+    increment_version(out)  # a kernel writes to it, and autograd, which may have saved it, does not see that
     return out
 
 
