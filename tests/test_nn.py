@@ -429,6 +429,9 @@ def refused(group):
     with pytest.raises(ValueError, match="up was called with another tensor"):
         ours.up(x.clone())
     ours.up(x)
+    with pytest.raises(ValueError, match="gate was called with a tensor that was changed before gate took"):
+        ours.gate(x.mul_(2))
+    ours.up(x)
     ours.gate(x)
     ours.up(x)
     with pytest.raises(ValueError, match="gate was called with another tensor"):

@@ -81,7 +81,8 @@ class SharedGather(ColwiseParallel):
 
     Args:
         names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
-            take theirs; so all must be called in each forward, with the very same tensor. Other arguments: as ColwiseParallel's.
+            take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled does not
+            look for changes). Other arguments: as ColwiseParallel's.
     """
 
     def __init__(self, *names: str, **layouts: Any) -> None:
@@ -198,6 +199,8 @@ class _Shared:
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
         self.layers, self.names = list(layers), list(names)
         self.input: torch.Tensor | None = None
+        #: Of the input, when it was gathered; None where torch does not say.
+        self.version: int | None = None
         self.first = ""
         self.waiting: dict[str, torch.Tensor] = {}
 
@@ -207,18 +210,29 @@ class _Shared:
         if not self.waiting or name == self.first:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
-            self.input, self.first = x, name
-        elif self.input is not x or name not in self.waiting:
+            self.input, self.first, self.version = x, name, _version(x)
+        elif self.input is not x or name not in self.waiting or self._changed(x):
+            what = "with a tensor that was changed" if self.input is x and name in self.waiting else "with another tensor, or again,"
             rest = ", ".join(self.waiting)
             self.input, self.waiting = None, {}
             raise ValueError(
-                f"fluxlike.nn.SharedGather: {name} was called with another tensor, or again, before {rest} took theirs; layers "
+                f"fluxlike.nn.SharedGather: {name} was called {what} before {rest} took theirs; layers "
                 "that share a gather must all be called once with the same tensor, else give each a ColwiseParallel of its own"
             )
         result = self.waiting.pop(name)
         if not self.waiting:
             self.input = None
         return result
+
+    def _changed(self, x: torch.Tensor) -> bool:
+        """Something was written into the input since it was gathered."""
+        now = _version(x)
+        return None not in (now, self.version) and now != self.version
+
+
+def _version(x: torch.Tensor) -> int | None:
+    """What torch counts up when something is written into x."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 class _Rowwise(_Linear):
