@@ -417,6 +417,15 @@ def refused(group):
         ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),
         ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size))),
         ("name two or more", lambda: layers.SharedGather("gate")),
+        ("gate has in_features=4 and up in_features=8", lambda: parallelize_module(
+            nn.ModuleDict({"gate": nn.Linear(4, size), "up": nn.Linear(8, size)}), mesh, layers.SharedGather("gate", "up"))),
+        ("Conv1d, it must be an nn.Linear", lambda: layers.ColumnParallelLinear.from_linear(nn.Conv1d(1, 1, 1), group=group)),
+        ("list, it must be an nn.Linear", lambda: layers.RowParallelLinear.from_linear([nn.Linear(2, 2)], group=group)),
+        ("as from_linear(*layers)", lambda: layers.ColumnParallelLinear.from_linear([nn.Linear(2, 2)], group=group)),
+        ("weight is ParameterList, it must be a tensor, or a list", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights)),
+        ("weight is ParameterList, it must be a tensor, or a list", lambda: fluxlike.ag_gemm(
+            torch.randn(2, 4).requires_grad_(), column.weights)),
+        ("it must be a tensor of 2 dimensions; pass one", lambda: fluxlike.gemm_rs(torch.randn(4, 2), [row.weight])),
         ("x is list", lambda: fluxlike.gemm_rs([1.0], row.weight)),
         ("bias is float", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], bias=1.0)),
         ("m=-1 is not a number of rows", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], m=-1)),

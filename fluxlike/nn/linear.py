@@ -65,6 +65,13 @@ def check_divides(layer: str, name: str, size: int, ranks: int) -> None:
         )
 
 
+def check_linears(layer: str, linears: Sequence[Any]) -> None:
+    for linear in linears:
+        if not all(hasattr(linear, name) for name in ("in_features", "out_features", "weight", "bias")):
+            remedy = "; pass several as from_linear(*layers)" if isinstance(linear, (list, tuple)) else ""
+            raise ValueError(f"{layer}: a layer is a {type(linear).__name__}, it must be an nn.Linear{remedy}")
+
+
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
     """The operands in the dtype that torch.autocast wants of a linear layer, if it is on."""
     kind = x.device.type
@@ -190,6 +197,7 @@ class ColumnParallelLinear(_Layer):
         """This rank's part of whole layers, which all ranks have alike; of several the result is a tuple."""
         self = cls.__new__(cls)
         _Layer.__init__(self, group, sequence_dim)
+        check_linears("ColumnParallelLinear", linears)
         for linear in linears:
             check_divides("ColumnParallelLinear", "out_features", linear.out_features, self.tp_size)
         self._take(linears, len(linears) > 1, save_gathered)
@@ -265,6 +273,7 @@ class RowParallelLinear(_Layer):
         """This rank's part of a whole layer, which all ranks have alike."""
         self = cls.__new__(cls)
         _Layer.__init__(self, group, sequence_dim)
+        check_linears("RowParallelLinear", [linear])
         check_divides("RowParallelLinear", "in_features", linear.in_features, self.tp_size)
         self._take(linear)
         return self

@@ -92,7 +92,15 @@ class SharedGather(ColwiseParallel):
         self.names = names
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layers = [super(SharedGather, self)._apply(module.get_submodule(name), device_mesh) for name in self.names]
+        found = [module.get_submodule(name) for name in self.names]
+        widths = [getattr(layer, "in_features", None) for layer in found]  # of what is no linear layer the next line tells
+        for name, width in zip(self.names, widths, strict=True):
+            if None not in (width, widths[0]) and width != widths[0]:
+                raise ValueError(
+                    f"fluxlike.nn.SharedGather: {self.names[0]} has in_features={widths[0]} and {name} in_features={width}; layers "
+                    "that share a gather have one input, else give each a ColwiseParallel of its own"
+                )
+        layers = [super(SharedGather, self)._apply(layer, device_mesh) for layer in found]
         shared = _Shared(layers, self.names)
         for layer in shared.layers:
             layer.shared = shared  # type: ignore[assignment]
@@ -212,11 +220,11 @@ class _Shared:
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
             self.input, self.first, self.version = x, name, _version(x)
         elif self.input is not x or name not in self.waiting or self._changed(x):
-            what = "with a tensor that was changed" if self.input is x and name in self.waiting else "with another tensor, or again,"
-            rest = ", ".join(self.waiting)
+            written = self.input is x and name in self.waiting
+            how, rest = "a tensor that was changed" if written else "another tensor, or again,", ", ".join(self.waiting)
             self.input, self.waiting = None, {}
             raise ValueError(
-                f"fluxlike.nn.SharedGather: {name} was called {what} before {rest} took theirs; layers "
+                f"fluxlike.nn.SharedGather: {name} was called with {how} before {rest} took theirs; layers "
                 "that share a gather must all be called once with the same tensor, else give each a ColwiseParallel of its own"
             )
         result = self.waiting.pop(name)

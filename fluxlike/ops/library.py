@@ -292,12 +292,7 @@ def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
 
 def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool) -> Any:
     _no("ag_gemm", ctx=ctx)
-    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
-    biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
-    if not weights or len(biases) != len(weights):
-        raise ValueError(
-            f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
-        )
+    weights, biases = validate.listed(weight, bias)
     tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
     if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
         raise ValueError(f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many")

@@ -23,16 +23,24 @@ def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
         raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context")
 
 
-def gathered_operands(
-    x_shard: torch.Tensor, weight: Any, bias: Any, m: int | None, control: ControlGroup
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
-    """The operands of ag_gemm: the weights and biases as lists of one length, and M, which the shard must fit."""
+def listed(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
+    """The weights of ag_gemm, and a bias or None for each, as lists."""
+    if not isinstance(weight, (torch.Tensor, list, tuple)):
+        raise ValueError(f"ag_gemm: weight is {type(weight).__name__}, it must be a tensor, or a list or tuple of tensors")
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else [bias] * len(weights)
     if not weights or len(biases) != len(weights):
         raise ValueError(
             f"ag_gemm: {len(weights)} weights and {len(biases)} biases; give at least one weight, and a bias or None for each"
         )
+    return weights, biases
+
+
+def gathered_operands(
+    x_shard: torch.Tensor, weight: Any, bias: Any, m: int | None, control: ControlGroup
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None], int]:
+    """The operands of ag_gemm: the weights and biases as lists of one length, and M, which the shard must fit."""
+    weights, biases = listed(weight, bias)
     for w, b in zip(weights, biases, strict=True):
         operands("ag_gemm", x_shard, w, b)
     rows, ranks = x_shard.shape[0], control.size
@@ -96,8 +104,10 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
         kind, remedy = ("quantized", "dequantize()") if t.is_quantized else ("nested", "to_padded_tensor(0.0)")
         raise ValueError(f"{op}: {name} is a {kind} tensor ({t.dtype}), it must be a plain one; use {name}.{remedy}")
     if not isinstance(t, torch.Tensor) or (dims is not None and t.dim() != dims):
-        found = tuple(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__
-        wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {dims} dimensions; use .reshape or .flatten"
+        found, remedy = type(t).__name__, "pass one"
+        if isinstance(t, torch.Tensor):
+            found, remedy = str(tuple(t.shape)), "use .reshape or .flatten"
+        wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {dims} dimensions; {remedy}"
         raise ValueError(f"{op}: {name} is {found}, it must be {wanted}")
     if t.device != device:
         raise ValueError(f"{op}: {name} is on {t.device}, this rank's heap is on {device}; use {name}.to({str(device)!r})")
