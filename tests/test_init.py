@@ -1,7 +1,9 @@
 """fluxlike.init leaves nothing behind when it fails, and says what is wrong; and where it runs. What it refuses: test_errors."""
 
 import gc
+import logging
 import os
+import sys
 from functools import partial
 
 import pytest
@@ -103,3 +105,29 @@ def test_another_default_device(nodes):
     env = {"FLUXLIKE_RACECHECK": str(2 - nodes), "FLUXLIKE_TOPOLOGY": "nvswitch-2", "FLUXLIKE_VIRTUAL_NODES": str(nodes)}
     for outcome in run_fresh(elsewhere, 2, env, schedules=schedules):
         assert outcome.ok, str(outcome)
+
+
+def exits(group, code):
+    """What finalize logs in the ``finally`` of a program that ends by sys.exit."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("fluxlike").addHandler(handler)
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    with pytest.raises(SystemExit):
+        try:
+            sys.exit(code)
+        finally:
+            fluxlike.finalize()
+    return said
+
+
+@pytest.mark.parametrize("code", (None, 0, 3, "a wrong argument"))
+def test_what_finalize_says_when_a_program_exits(code):
+    for outcome in run_fresh(exits, 2, code=code):
+        assert outcome.ok, str(outcome)
+        if not code:
+            assert outcome.value == []
+        else:
+            (line,) = outcome.value
+            assert f"SystemExit: {code}; fluxlike.finalize waits up to" in line and "traceback" not in line

@@ -313,10 +313,11 @@ def finalize() -> None:
     if world is None:
         return
     error = sys.exc_info()[1]
-    if error is not None and world.control.size > 1:
+    exits = isinstance(error, SystemExit)
+    if error is not None and world.control.size > 1 and not (exits and error.code in (None, 0)):  # type: ignore[attr-defined]
         log.error(
-            "rank %d: %s: %s; fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others, then the traceback comes",
-            dist.get_rank(), type(error).__name__, error, world.control.patience(),
+            "rank %d: %s: %s; fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others, then the %s",
+            dist.get_rank(), type(error).__name__, error, world.control.patience(), "process ends" if exits else "traceback comes",
         )  # fmt: skip
     try:
         world.close()
