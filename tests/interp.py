@@ -1,7 +1,11 @@
 """What the tests of the interpreter share: builtins that know where they are, schedules, and a compiler."""
 
 import contextlib
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 import triton
@@ -30,6 +34,22 @@ def pause(seconds=0.0, _semantic=None):
 
 def end(_semantic=None):
     raise Ended("nobody came")
+
+
+def interrupt_when(holds: Callable[[], bool], after: float = 0.0, limit_s: float = 30.0) -> threading.Thread:
+    """SIGINT to this process, ``after`` seconds from when ``holds()`` is first true; its time is the thread's ``sent_at``."""
+
+    def watch():
+        deadline = time.monotonic() + limit_s
+        while not holds() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(after)
+        thread.sent_at = time.monotonic()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 LOG: list[int] = []

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import OPS, call, make_context, told, works
+from interp import interrupt_when
 from ranks import device, run_ranks
 
 import fluxlike
+from fluxlike.ops.group import _waits as waits
 from fluxlike.runtime import world
 
 SOON_S = 30.0
@@ -197,8 +199,15 @@ def another_order(group):
         call(ctx, 1)
     dist.barrier(group)
     acts = [partial(call, ctx, 2) for ctx in (made if dist.get_rank(group) == 0 else reversed(made))]
-    since = time.monotonic()
-    errors = at_once(lambda: acts[0](), lambda: (time.sleep(0.5), acts[1]()))
+    board = made[0].board
+    since, before = time.monotonic(), board._number
+
+    def second():
+        while board._number == before and time.monotonic() - since < SOON_S:
+            time.sleep(0.01)
+        acts[1]()
+
+    errors = at_once(acts[0], second)
     assert time.monotonic() - since < SOON_S
     assert len(errors) == 2 and all(isinstance(error, ValueError) for error in errors), errors
     for error in errors:
@@ -218,11 +227,13 @@ def interrupted_meeting(group):
     rank = dist.get_rank(group)
     works(group)
     if rank == 0:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        said, took = told(partial(make_context, "gemm_rs", "in_kernel", group), KeyboardInterrupt)
-        assert said.startswith("KeyboardInterrupt") and took < 3
-    else:
-        time.sleep(5)
+        control = world.current().control_of(group)
+        interrupt = interrupt_when(lambda: control._begun is not None, after=0.3)
+        said, _ = told(partial(make_context, "gemm_rs", "in_kernel", group), KeyboardInterrupt)
+        assert said.startswith("KeyboardInterrupt") and time.monotonic() - interrupt.sent_at < 3
+    dist.barrier(group)
+    if rank != 0:
+        time.sleep(1)  # rank 0 has begun to meet again
     turns = [told(partial(works, group), RuntimeError, ValueError) for _ in range(4)]
     assert not turns[-1][0] and all(took < SOON_S for _, took in turns), turns
 
@@ -238,14 +249,15 @@ def catches(group):
     call(ctx, 1)
     dist.barrier(group)
     if rank == 0:
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
+        before = dict(waits)
+        interrupt_when(lambda: waits != before, after=0.1)
         said, took = told(partial(call, ctx, 2), KeyboardInterrupt)
+        dist.barrier(group)
         assert said.startswith("KeyboardInterrupt") and took < SOON_S
         said, _ = told(partial(call, ctx, 2), RuntimeError)
         assert "ag_gemm: an earlier call of this context was ended by KeyboardInterrupt" in said, said
     else:
-        time.sleep(1.5)
+        dist.barrier(group)
         said, took = told(lambda: [call(ctx, seed) for seed in (2, 3, 4)], RuntimeError)  # call 2 may have all it needs
         assert "because rank 0 gave up first" in said and took < SOON_S, said
     assert "make a new one" in said

@@ -3,7 +3,6 @@
 import ctypes
 import inspect
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as stock
-from interp import LOG, Ended, compile_ptx, end, is_interp, note, pause, schedule
+from interp import LOG, Ended, compile_ptx, end, interrupt_when, is_interp, note, pause, schedule
 from triton.runtime.jit import JITFunction
 
 from fluxlike.runtime.interpreter import run, yield_program
@@ -132,6 +131,8 @@ def state_of_triton() -> dict:
         inspect.getmodule(test_tuples_and_dtype_constants),
     ]
     owners += [owner for owner in (getattr(tl, "condition", None),) if owner is not None]
+    for owner in owners:
+        getattr(owner, "__annotations__", None)  # Python makes them when they are first asked for
     return {(id(owner), name): value for owner in owners for name, value in vars(owner).items()}
 
 
@@ -250,6 +251,7 @@ def test_a_grid_without_waits_needs_no_thread(monkeypatch):
 @triton.jit
 def await_kernel(flag, turns):
     count = 0
+    tl.atomic_add(turns + tl.program_id(0), 1)
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
         count += 1
         pause(0.001)
@@ -370,14 +372,12 @@ def test_errors_of_the_package_pass_through():
 
 @pytest.mark.parametrize("programs", [1, 4])
 def test_ctrl_c_ends_programs_that_wait(programs):
-    before = state_of_triton()
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    start = time.perf_counter()
+    before, turns = state_of_triton(), torch.zeros(4, dtype=torch.int32)
+    interrupt = interrupt_when(lambda: int(turns.sum()) == programs, after=0.1)
     with pytest.raises(KeyboardInterrupt):
-        run(await_kernel, programs, torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
-    assert time.perf_counter() - start < 2
-    timer.join()
+        run(await_kernel, programs, torch.zeros(1, dtype=torch.int32), turns)
+    assert time.monotonic() - interrupt.sent_at < 2
+    interrupt.join()
     assert threading.active_count() == 1
     same(before, state_of_triton())
 
@@ -396,13 +396,12 @@ def test_ctrl_c_when_the_first_program_is_done(polite):
                 if POLITE:
                     pause()
 
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    start = time.perf_counter()
+    begun = torch.zeros(1, dtype=torch.int32)
+    interrupt = interrupt_when(lambda: int(begun) == 2, after=0.3)
     with pytest.raises(KeyboardInterrupt):
-        run(kernel, 3, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), polite)
-    assert time.perf_counter() - start < 2
-    timer.join()
+        run(kernel, 3, begun, torch.zeros(1, dtype=torch.int32), polite)
+    assert time.monotonic() - interrupt.sent_at < 2
+    interrupt.join()
     assert threading.active_count() == 1
 
 
