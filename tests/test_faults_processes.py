@@ -83,6 +83,11 @@ def stops(group, seconds):
     dist.all_gather_object(pids, os.getpid())
     if rank == GUILTY:
         os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0:
+        deadline = time.monotonic() + SOON_S
+        while Path(f"/proc/{pids[GUILTY]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "it has not stopped itself"
+            time.sleep(0.01)
     if rank == 0 and seconds < LIMIT_S:
         time.sleep(seconds)
         os.kill(pids[GUILTY], signal.SIGCONT)
