@@ -47,6 +47,32 @@ def step(x, group, m):
     return whole, x.sin(), fluxlike.all_gather(c, group)
 
 
+def beside_graphs(group):
+    """Calls that are no ops: the graphs end around them, and the library is not compiled with them."""
+    rank = dist.get_rank(group)
+    x = numbers(5, 3, rank)
+    ids = torch.tensor([[1, 2 + rank]], device=device())
+
+    def sparse():
+        return torch.sparse_coo_tensor(ids, x[:2], (5, 3))
+
+    for call in (
+        lambda t: fluxlike.reduce(t * 2, 0, group),
+        lambda t: t + fluxlike.sparse_all_reduce(sparse(), group=group).to_dense(),
+        lambda t: t + fluxlike.sparse_all_reduce_(sparse(), group=group).to_dense(),
+        lambda t: t + fluxlike.sparse_reduce_scatter(sparse(), group=group).to_dense().sum(),
+    ):
+        torch._dynamo.reset()
+        got, right = torch.compile(call, backend="aot_eager")(x), call(x)
+        assert got is right is None or torch.equal(got, right)
+    with pytest.raises(Exception, match="no custom op; call it outside"):
+        torch.compile(lambda t: fluxlike.reduce(t, 0, group), backend="aot_eager", fullgraph=True)(x)
+
+
+def test_calls_that_no_graph_keeps():
+    run_ranks(beside_graphs, 2)
+
+
 def total_calls():
     return sum(context.stats["calls"] for context in world.current().cached.values())
 

@@ -104,6 +104,10 @@ def reduce(
 
     Numerics: those of `reduce_scatter`.
     """
+    if torch.compiler.is_compiling():
+        from . import library_collectives
+
+        return library_collectives.reduce(x, root, group, op, algo)
     _check("reduce", x, 0, algo, op)
     with torch.no_grad():
         x, control = x.contiguous(), resolve(group)

@@ -6,6 +6,9 @@ They make no gradients, there as elsewhere: their results want none, whatever th
 All ops are registered with an ordered effect, as those of `library` are, so that no call is dropped, merged or moved. Torch gives
 no op such an effect that writes to an argument. So there is no op for `all_reduce_`: compiled, it is ``all_reduce`` and a copy, and
 tensors of a list that overlap are not found, as addresses are not known then.
+
+`reduce`, whose result not all ranks have, and the sparse operations are no ops: the graph ends before such a call and goes on
+behind it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from . import all_reduce as ar
-from . import collectives, validate
+from . import collectives, sparse_all_reduce, validate
 from .library import EVEN, group_of, name_of, rows_here, tensors, whole
 
 
@@ -104,3 +107,10 @@ def broadcast(x: torch.Tensor, root: Any, group: dist.ProcessGroup | None, algo:
     if not isinstance(root, int) or isinstance(root, bool):  # the rest is for the call to see: dynamo cannot ask a group
         raise ValueError(f"broadcast: root={root!r} is no rank of the group; name one by its rank in it, from 0")
     return broadcast_op(x.detach(), root, algo, name_of(group))
+
+
+# -- what stays outside of graphs -----------------------------------------------------------------------------------------
+
+_WHY = "it is no custom op; call it outside of what is compiled with fullgraph=True"
+reduce = torch.compiler.disable(collectives.reduce, reason=f"fluxlike.reduce: {_WHY}")
+sparse_call = torch.compiler.disable(sparse_all_reduce.call, reason=f"fluxlike.sparse_*: {_WHY}")

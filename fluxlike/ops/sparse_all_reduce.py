@@ -5,6 +5,7 @@ Read with `kernels/sparse_all_reduce.py`, which holds the protocol, and `sparse_
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -358,6 +359,19 @@ def _call(
     x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
     wire_dtype: torch.dtype | str | None, scatter: bool = False,
 ) -> torch.Tensor:  # fmt: skip
+    if "torch._dynamo" not in sys.modules:
+        return call(x, op, group, mode, ctx, max_nnz, wire_dtype, scatter)
+    # Dynamo leaves a function with sparse tensors alone, but would compile those that it calls, which are ours.
+    from . import library_collectives
+
+    return library_collectives.sparse_call(x, op, group, mode, ctx, max_nnz, wire_dtype, scatter)
+
+
+def call(
+    x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
+    wire_dtype: torch.dtype | str | None, scatter: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`sparse_all_reduce`, which torch.compile does not see."""
     validate.context(NAME, ctx, SparseAllReduceContext)  # of what is none nobody knows whose call it is
     control = resolve(group) if ctx is None else ctx.control
     try:
