@@ -139,7 +139,9 @@ def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
     assert plot_records([path, swept(4, 2.0).save(tmp_path / "other")], tmp_path) == 2
     assert "two records have times of horovod at 500×4×40×uniform on 4 ranks" in capsys.readouterr().out
     other = tmp_path / "other.json"
-    for text, said in (("{", "is no record"), ("[]", "is no record"), (json.dumps({"op": "gemm_rs"}), "of 'gemm_rs'")):
+    heads = {"op": "sparse_all_reduce", "ranks": 2, "mode": "eager", "dtype": "float32"}
+    wrong = [json.dumps(heads | {"shapes": shapes}) for shapes in ([{}], [{"methods": []}], [{"methods": {"exact": {}}}], 5)]
+    for text, said in (*((text, "is no record") for text in ("{", "[]", *wrong)), (json.dumps({"op": "gemm_rs"}), "of 'gemm_rs'")):
         other.write_text(text)
         assert plot_records([path, other], tmp_path) == 2 and said in capsys.readouterr().out
     assert plot_records([tmp_path / "none.json"], tmp_path) == 2 and "none.json is no record" in capsys.readouterr().out

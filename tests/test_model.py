@@ -249,7 +249,13 @@ def test_check(capsys):
     assert "no record of gemm_rs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", (None, "{}", "[1]", "no JSON", '{"op": "gemm_rs", "ranks": 4, "shapes": [{}]}'))
+BROKEN = [
+    json.dumps({"op": "gemm_rs", "ranks": 4, "shapes": [shape]})
+    for shape in ({}, {"m": 8, "n": 8, "k": 8, "methods": []}, {"m": 8, "n": 8, "k": 8, "methods": {"gemm": {"status": "ok"}}})
+]
+
+
+@pytest.mark.parametrize("text", (None, "{}", "[1]", "no JSON", *BROKEN))
 def test_what_is_no_record(text, capsys, tmp_path):
     path = tmp_path / "record.json"
     if text is not None:

@@ -537,5 +537,53 @@ def test_tables_from_records(tmp_path, capsys):
     few, wide = tuned.known(H200, "ag_gemm", torch.bfloat16, 2), (512, 57344, 8192)
     assert few and wide not in few, "sequential, which the record has not, is expected to be much faster there"
     (tmp_path / "bad.json").write_text("{}")
+    before = out.read_text()
     assert tune.main(["from-records", str(tmp_path / "bad.json"), "--out", str(out)]) == 1
-    assert "environment" in capsys.readouterr().err
+    assert "environment" in capsys.readouterr().err and out.read_text() == before
+
+
+def broken_records():
+    """What may be wrong with a record, as a change of one of the package's."""
+    first = {"op": lambda: "gemm_ar", "dtype": lambda: "bfloat17", "shapes": lambda: [{}], "environment": dict, "ranks": None}
+    for key, made in first.items():
+        yield key, lambda record, key=key, made=made: record.pop(key) if made is None else record.update({key: made()})
+    yield "gpu", lambda record: record["environment"].update(gpu="NVIDIA H1")
+    yield "methods", lambda record: record["shapes"][0].update(methods=[])
+    yield "median", lambda record: record["shapes"][0]["methods"]["in_kernel"]["ms"].update(median="1")
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=key) for key, change in broken_records()])
+def test_a_broken_record_is_told_with_its_name(change, tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    whole = ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json"
+    record = json.loads(whole.read_text())
+    change(record)
+    (tmp_path / "broken.json").write_text(json.dumps(record))
+    out = tmp_path / "table.json"
+    assert tune.main(["from-records", str(whole), str(tmp_path / "broken.json"), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tune: {tmp_path / 'broken.json'} is no record of bench") and not out.exists()
+
+
+@pytest.mark.parametrize("content", (b"{", b"\xff\xfe", b"[]", None))
+def test_what_is_no_record_is_told_with_its_name(content, tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    path = tmp_path / "broken.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert tune.main(["from-records", str(path), "--out", str(tmp_path / "table.json")]) == 1
+    assert capsys.readouterr().err.startswith(f"tune: {path} is no record of bench")
+
+
+def test_a_method_without_a_time_in_a_record(tmp_path):
+    """Bench writes null for the times of what was wrong or failed."""
+    from fluxlike.tools import tune
+
+    record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
+    record["shapes"][0]["methods"]["decomposed"].update(status="WRONG", ms=None)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    out = tmp_path / "table.json"
+    assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())["entries"]) == 9

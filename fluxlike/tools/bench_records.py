@@ -1,8 +1,9 @@
 """`bench OP --plot-records FILES…`: time over the number of ranks, from the JSON files of several runs of `bench OP --out DIR`."""
 
+import contextlib
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ from typing import Any
 DERIVED = ("limit_ms", "methods", "union", "bytes")
 #: panel: method: (ranks, ms, …) in ascending order of ranks.
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
+
+
+@contextlib.contextmanager
+def told(path: str | Path) -> Iterator[None]:
+    """Whatever is wrong inside with a record from ``path``, or with the file, becomes a ValueError that names it."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{path} is no record of bench: {what}; give JSON files that bench --out has written") from error
 
 
 def panels(records: Sequence[dict[str, Any]]) -> Panels:
@@ -39,11 +50,11 @@ def read(op: str, paths: Sequence[str]) -> list[dict[str, Any]]:
     """The records; ValueError names a file that is none of ``op``."""
     records = []
     for path in paths:
-        try:
+        with told(path):
             record = json.loads(Path(path).read_text(encoding="utf-8"))
-            known = record["op"] == op and all(key in record for key in ("ranks", "mode", "dtype", "shapes"))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no record of bench: {error}; give JSON files that --out has written") from error
+            known = record["op"] == op
+            if known:
+                panels([record])
         if not known:
             raise ValueError(f"{path} is a record of {record['op']!r}, not of {op}; give records of {op}")
         records.append(record)

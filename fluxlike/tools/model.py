@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import command, topo
+from .bench_records import told
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
@@ -87,11 +88,9 @@ def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]
     """`compare` of those records that are of ``op``; ValueError names a file that is no record of bench."""
     found: list[Compared] = []
     for path in paths:
-        try:
+        with told(path):
             record = json.loads(path.read_text(encoding="utf-8"))
             found += compare(record, cluster) if record["op"] == op else []
-        except (OSError, ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{path} is no record of bench: {error}; give JSON files that bench --out has written") from error
     if not found:
         raise ValueError(f"no record of {op} in {', '.join(map(str, paths))}")
     return found

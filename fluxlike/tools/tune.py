@@ -32,6 +32,7 @@ from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
+from .bench_records import told
 from .bench_report import Row, Shape, Voice
 
 ROUNDS = 5
@@ -179,20 +180,21 @@ MISSED = 1.1
 
 
 def from_records(records: Sequence[Path], out: Path) -> int:
-    """Write the table of the faster schedule of each shape; the number of shapes. ValueError if a record is no use."""
+    """Write the table of the faster schedule of each shape; the number of shapes. ValueError names a record that is no use."""
     entries: list[Entry] = []
     machines, sources, measured = set(), [], {}
     for path in records:
-        data = json.loads(path.read_text())
-        stamp = data["environment"]
-        machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
-        machines.add(machine)
-        sources.append(path.name)
-        measured = {"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]}
-        for shape in data["shapes"]:
-            entry = _recorded(data, shape, machine)
-            if entry is not None:
-                entries.append(entry)
+        with told(path):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            stamp = data["environment"]
+            if data["op"] not in PROBLEMS:
+                raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
+            machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
+            machines.add(machine)
+            sources.append(path.name)
+            measured = {"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]}
+            found = (_recorded(data, shape, machine) for shape in data["shapes"])
+            entries += [entry for entry in found if entry is not None]
     if len(machines) != 1:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
     out.unlink(missing_ok=True)
@@ -206,8 +208,8 @@ def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> 
 
     None where one that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
     """
-    timed = {name: shape["methods"].get(name, {}).get("ms", {}).get("median") for name in choice.TRANSPORTS[data["op"]]}
-    times = {name: ms for name, ms in timed.items() if ms is not None}
+    measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[data["op"]]}
+    times = {name: ms["median"] for name, ms in measured.items() if ms}  # none of what was wrong or failed
     if "copy_engine" not in times or len(times) < 2:
         return None
     dtype = getattr(torch, data["dtype"])
@@ -230,7 +232,7 @@ _CAPABILITIES = {"NVIDIA H200": (9, 0), "NVIDIA H100": (9, 0), "NVIDIA H100 80GB
 
 def _capability(gpu: Any) -> tuple[int, int]:
     if gpu not in _CAPABILITIES:
-        raise ValueError(f"the compute capability of {gpu!r} is not known here; use records of {', '.join(_CAPABILITIES)}")
+        raise ValueError(f"the compute capability of {gpu!r} is not known here, but that of {', '.join(_CAPABILITIES)}")
     return _CAPABILITIES[gpu]
 
 
@@ -271,8 +273,8 @@ def main(argv: list[str] | None = None) -> int:
     if asked.op == "from-records":
         try:
             print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            print(f"tune: {type(error).__name__}: {error}", file=sys.stderr)
+        except (OSError, ValueError) as error:
+            print(f"tune: {error}", file=sys.stderr)
             return 1
         return 0
     if command.lacks("tune", "rich"):
