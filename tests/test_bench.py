@@ -3,8 +3,11 @@
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ranks
@@ -20,6 +23,8 @@ from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
 from fluxlike.tools.bench_reduce import Size, parse_sizes
 from fluxlike.tools.bench_report import Report, Result, Row, Shape, Voice
+
+ROOT = Path(__file__).resolve().parents[1]
 
 BIG = Shape(8192, 8192, 28672)
 
@@ -225,6 +230,7 @@ def test_defaults():
     ),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
+    monkeypatch.setattr(bench.command, "GRACE_S", 0)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:
@@ -232,6 +238,18 @@ def test_a_useless_command_line(options, says, capsys, monkeypatch):
         assert end.value.code == 2
         said = capsys.readouterr().err
         assert re.search(says, said) if rank == "0" else said == ""
+
+
+@pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
+def test_a_complaint_of_a_rank_that_comes_late(tmp_path):
+    """The launcher ends all ranks once one has ended: the others leave rank 0 the time to say why."""
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(3 * (os.environ.get('RANK') == '0'))\n")
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
+    places = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ |= {"FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": places}
+    command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--nproc", "2", "-m", "fluxlike", "bench", "gemm_rs", "--rounds", "0"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode and done.stderr.count("--rounds 0 is below 1") == 1, done.stderr
 
 
 def test_without_rich(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
@@ -13,12 +14,23 @@ import fluxlike
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
 
+#: Seconds in which rank 0 says why all end. The launcher ends it as soon as another one has ended, and it may have begun later.
+GRACE_S = 15.0
+
+
+def speaks() -> bool:
+    """Whether this rank says what is the same on all; the others leave it time to."""
+    if os.environ.get("RANK", "0") == "0":
+        return True
+    time.sleep(GRACE_S)
+    return False
+
 
 class Parser(argparse.ArgumentParser):
     """Complains once, not once a rank."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") == "0":
+        if speaks():
             super().error(message)
         sys.exit(2)
 
@@ -71,7 +83,7 @@ def lacks(tool: str, package: str, install: str = "") -> bool:
     """Whether ``package`` is not there; said once. ``install``: what to tell pip, if not the package alone."""
     if importlib.util.find_spec(package) is not None:
         return False
-    if os.environ.get("RANK", "0") == "0":
+    if speaks():
         print(f"{tool} needs the package {package}; run: python -m pip install {install or package}", file=sys.stderr)
     return True
 
