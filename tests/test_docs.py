@@ -66,7 +66,8 @@ def test_variables():
 
 def options(tool: str, capsys) -> set[str]:
     said = ""
-    for arguments in ([], ["gemm_rs"], ["from-records"]) if tool == "tune" else ([],):
+    more = {"tune": (["gemm_rs"], ["from-records"]), "racecheck": (["--cost"],)}
+    for arguments in ([], *more.get(tool, ())):
         with pytest.raises(SystemExit):
             importlib.import_module(f"fluxlike.tools.{tool}").main([*arguments, "--help"])
         said += capsys.readouterr().out

@@ -1,14 +1,16 @@
 """The tools that run a program: it runs as under Python itself, and with what the tool is for switched on."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 
 import pytest
+import ranks
 
 from fluxlike.runtime import raceverdict
-from fluxlike.tools import racecheck, runfile
+from fluxlike.tools import racecheck, racecheck_cost, runfile
 
 
 @pytest.fixture
@@ -129,3 +131,85 @@ def test_racecheck_names_a_missing_file(capsys):
     with pytest.raises(SystemExit) as leaving:
         racecheck.main(["no_such.py"])
     assert leaving.value.code == 2 and "there is no file no_such.py" in capsys.readouterr().err
+
+
+# --cost
+
+
+def cost_measured(group):
+    import fluxlike
+    from fluxlike.runtime import racecheck as checker
+
+    fluxlike.init(heap="shm")
+    found = racecheck_cost.measure(16), checker.active() is not None
+    fluxlike.finalize()
+    return found
+
+
+@pytest.mark.parametrize("checked", ("0", "1"))
+def test_what_is_measured_of_the_cost(checked):
+    outcomes = ranks.run_fresh(cost_measured, 2, {"FLUXLIKE_RACECHECK": checked})
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    (first, active), second = outcomes[0].value, outcomes[1].value
+    assert second == (first, active) and active == (checked == "1"), "the ranks agree on the slower one"
+    assert len(first) == len(racecheck_cost.CASES) == 4 and min(first) > 0
+
+
+def cost_main(*options):
+    return racecheck.main(["--cost", "--size", "16", *options])
+
+
+def test_the_cost_is_the_median_of_rounds_by_turns(monkeypatch, tmp_path, capsys):
+    begun = []
+
+    def run(command, env, **_):
+        begun.append(env["FLUXLIKE_RACECHECK"])
+        number = float(len(begun))
+        with open(command[-1], "w") as file:
+            json.dump([number, 1.0, 2.0, 4.0], file)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.delenv("RANK", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(racecheck_cost.topo, "stamp", lambda arguments, tool: {"command": [tool, *arguments]})
+        patched.setattr(racecheck_cost.subprocess, "run", run)
+        assert cost_main("--rounds", "3", "--out", str(tmp_path / "new")) == 0
+    assert begun == ["0", "1"] * 3
+    record = json.loads((tmp_path / "new" / "racecheck-cost.json").read_text())
+    first = record["rows"][0]
+    assert first == {
+        "op": "gemm_rs", "schedule": "in_kernel", "off": 3.0, "on": 4.0, "ratio": 1.33,
+        "off_runs": [1.0, 3.0, 5.0], "on_runs": [2.0, 4.0, 6.0],
+    }  # fmt: skip
+    assert record["environment"]["command"][:2] == ["racecheck", "--cost"] and "M = N = K = 16" in record["what"]
+    assert "| ag_gemm, copy_engine | 4.000 | 4.000 | 1.0 |" in capsys.readouterr().out
+
+
+def test_the_cost_where_the_ranks_fail(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    failed = subprocess.CompletedProcess([], 3, "", "what went wrong")
+    with monkeypatch.context() as patched:
+        patched.setattr(racecheck_cost.topo, "stamp", lambda arguments, tool: {})
+        patched.setattr(racecheck_cost.subprocess, "run", lambda *args, **how: failed)
+        assert cost_main() == 1
+    assert capsys.readouterr().err == "racecheck: the ranks ended with status 3:\nwhat went wrong\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    ((["--rounds", "0"], "--rounds 0 must be"), (["--size", "3"], "--size 3 above"), ([], "without scripts/launch.sh")),
+)
+def test_a_useless_command_line_for_the_cost(options, says, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        cost_main(*options)
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
+def test_the_cost_on_ranks_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    assert cost_main("--rounds", "1", "--out", str(tmp_path)) == 0
+    record = json.loads((tmp_path / "racecheck-cost.json").read_text())
+    assert len(record["rows"]) == 4 and all(row["off"] > 0 and row["on"] > 0 for row in record["rows"])

@@ -7,6 +7,7 @@ ends well after a race that it caught, or in which nothing was checked, ends wit
 """
 
 import argparse
+import importlib
 import os
 import sys
 
@@ -15,7 +16,13 @@ from . import runfile
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fluxlike racecheck", description=__doc__.splitlines()[0])
+    if argv[:1] == ["--cost"]:
+        return importlib.import_module(".racecheck_cost", __package__).main(argv[1:])  # type: ignore[no-any-return]
+    parser = argparse.ArgumentParser(
+        prog="python -m fluxlike racecheck",
+        description=__doc__.splitlines()[0],
+        epilog="Instead of a program, --cost measures what the checker costs; --cost --help says more.",
+    )
     runfile.arguments(parser)
     asked = parser.parse_args(argv)
     if not os.path.isfile(asked.file):
