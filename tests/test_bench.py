@@ -94,6 +94,51 @@ def test_every_method_is_first_last_and_behind_others():
             assert len(set(before)) >= len(before) - len(names) % 2, f"{name} of {names} stood behind {before}"
 
 
+class Alone:
+    """The peers of one rank."""
+
+    rank, size = 0, 1
+
+    def barrier(self):
+        pass
+
+    def gather(self, value):
+        return [value]
+
+    def attempt(self, action):
+        return action()
+
+    slowest = attempt
+
+
+@pytest.mark.parametrize("mode", ("eager", "graph"))
+def test_times_of_a_call(mode, monkeypatch):
+    """ms a call, also of a replay of several; µs of the host; the methods take turns, each as often as fills a timing."""
+    seconds, timed, host = {"a": 0.001, "b": 0.002, "c": 0.004, "d": 0.4}, [], iter(range(100))
+
+    def time_calls(call, calls, cuda, settle):
+        timed.append((call(), calls))
+        return seconds[timed[-1][0]]
+
+    monkeypatch.setattr(bench.tuning, "timed", time_calls)
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(host)))
+    monkeypatch.setattr(bench, "WARM_MS", 0.0)
+    asked = bench.parse(["gemm_rs", "--shapes", "8x8x8", "--rounds", "4", f"--{mode}"], cuda=True)
+    asked.methods = []
+    run = bench.Bench(asked, Alone(), torch.device("cpu"))
+    run.cuda, run.rounds = True, 4
+    for name in ("synchronize", "settle", "capture", "check"):
+        monkeypatch.setattr(run, name, lambda *args: None)
+    rows = run.measure(mode, None, [bench.Method(name, Row(name), call=lambda name=name: name) for name in seconds])
+    calls = bench.GRAPH_CALLS if mode == "graph" else 1
+    assert {row.method: row.rounds_ms for row in rows} == {name: [1e3 * s / calls] * 4 for name, s in seconds.items()}
+    assert timed[:4] == [(name, bench.WARM_CALLS) for name in seconds]
+    turns = [bench.in_turn("abcd", turn) for turn in range(4)]
+    assert [name for name, _ in timed[4:]] == list(itertools.chain(*turns)) and timed[4:8] != timed[8:12]
+    assert dict(timed[4:]) == {"a": 20, "b": 10, "c": 5, "d": 5} == {row.method: row.iters for row in rows}
+    assert {row.host_us for row in rows} == ({1e6 / bench.HOST_CALLS} if mode == "eager" else {None})
+
+
 def test_budget():
     now = 100.0
     budget = bench.Budget(30, clock=lambda: now)

@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 
 from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce
 from fluxlike.tools.bench_bursts import Burst
-from fluxlike.tools.bench_peers import Lost, Peers
+from fluxlike.tools.bench_peers import Failed, Lost, Peers
 from fluxlike.tools.bench_reduce import Size
 from fluxlike.tools.bench_report import Shape
 
@@ -98,6 +98,23 @@ def run_shape(group, argv, sabotage=None, cuda=False, shape=(16, 32, 64)):
     found = run.shape(Shape(*shape) if type(shape) is tuple else shape)
     fluxlike.finalize()
     return {mode: {row.method: row for row in result.rows} for mode, result in found.items()}, run.bad
+
+
+def agreements(group):
+    """What the ranks have in common of numbers that differ, and of an action that fails on one."""
+    peers = Peers()
+    found = peers.slowest(lambda: 1.0 + peers.rank), peers.add(torch.tensor([1.0 + peers.rank])).item(), peers.gather(peers.rank)
+    try:
+        peers.slowest(lambda: 1.0 / peers.rank)
+    except Failed as failure:
+        return *found, str(failure)
+
+
+def test_the_slowest_rank_counts():
+    world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
+    for most, total, everyone, failure in ranks.run_ranks(agreements, world, makes_groups=True):
+        assert (most, total, everyone) == (world, world * (world + 1) / 2, list(range(world)))
+        assert failure == "rank 0: ZeroDivisionError: float division by zero"
 
 
 def one_value_off():
