@@ -17,6 +17,7 @@ import fluxlike
 
 pytest.importorskip("rich")
 
+from fluxlike.ops import tuning
 from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, soak, trace
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
@@ -83,7 +84,7 @@ def test_iters(ms, calls):
 
 def test_every_method_is_first_last_and_behind_others():
     for names in ("", "a", "ab", "abcd", "abcdefgh", "abc", "abcde", "abcdefghi"):
-        turns = [bench.in_turn(names, turn) for turn in range(-1, len(names) - 1)]
+        turns = [tuning.in_turn(names, turn) for turn in range(-1, len(names) - 1)]
         assert all(sorted(turn) == list(names) for turn in turns)
         assert len({turn[0] for turn in turns}) == len({turn[-1] for turn in turns}) == len(names) or len(names) % 2
         followed = [pair for turn in turns for pair in itertools.pairwise(turn)]
@@ -133,7 +134,7 @@ def test_times_of_a_call(mode, monkeypatch):
     calls = bench.GRAPH_CALLS if mode == "graph" else 1
     assert {row.method: row.rounds_ms for row in rows} == {name: [1e3 * s / calls] * 4 for name, s in seconds.items()}
     assert timed[:4] == [(name, bench.WARM_CALLS) for name in seconds]
-    turns = [bench.in_turn("abcd", turn) for turn in range(4)]
+    turns = [tuning.in_turn("abcd", turn) for turn in range(4)]
     assert [name for name, _ in timed[4:]] == list(itertools.chain(*turns)) and timed[4:8] != timed[8:12]
     assert dict(timed[4:]) == {"a": 20, "b": 10, "c": 5, "d": 5} == {row.method: row.iters for row in rows}
     assert {row.host_us for row in rows} == ({1e6 / bench.HOST_CALLS} if mode == "eager" else {None})

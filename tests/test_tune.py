@@ -529,7 +529,9 @@ def test_the_median_of_the_slowest_rank_counts(monkeypatch):
     trials = tuning._Trials(Ctx(), Ctx, lambda ctx: lambda: None)
     trials._cuda = True
     assert trials.measure(list(seconds)) == {"quick": 3.0, "uneven": 3.0}
-    assert order[:5] == ["quick", "quick", "uneven", "uneven", "broken"] and len(order) == 5 + 2 * tuning.ROUNDS
+    assert order[:5] == ["quick", "quick", "uneven", "uneven", "broken"]
+    turns = [tuning.in_turn(["quick", "uneven"], turn) for turn in range(tuning.ROUNDS)]
+    assert order[5:] == [made for turn in turns for made in turn] and turns[0] != turns[1], "each behind the other one"
 
 
 # the tool
@@ -579,6 +581,37 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
         from fluxlike.tools import tune
 
         tune.main(argv)
+
+
+def test_the_tool_s_choices_take_turns(monkeypatch):
+    """As methods of bench do: each stands behind another one in every round."""
+    pytest.importorskip("rich")
+    from types import SimpleNamespace
+
+    from fluxlike.tools import tune
+
+    made = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:4]
+    asked = tune.parse(["gemm_rs", "--shapes", "8192x8192x8192", "--rounds", "4", "--most", "4"], cuda=True)
+    peers = SimpleNamespace(rank=0, size=4, attempt=lambda action: action())
+    tuner, timed = tune.Tuner(asked, peers, torch.device("cpu")), []
+    tuner.bench.rounds, tuner.context = 4, SimpleNamespace(problem=lambda *shape: on_h200("gemm_rs", *shape))
+    for name in ("first", "check", "warm_up"):
+        monkeypatch.setattr(tuner.bench, name, lambda *args: None)
+    monkeypatch.setattr(tuner.bench, "time", lambda method, calls: timed.append(method.name) or 1.0)
+    for name in ("_renew", "_close"):
+        monkeypatch.setattr(tuner, name, lambda *args: None)
+    monkeypatch.setitem(tune.PROBLEMS, "gemm_rs", lambda *args: SimpleNamespace(know_torch=None, spoil=None))
+    monkeypatch.setattr(peers, "attempt", lambda action: action() if action else None)
+    monkeypatch.setattr(tuning, "shortlist", lambda problem, most: made)
+    _, trials = tuner.shape(bench_shape(8192, 8192, 8192))
+    names = [str(trial.choice) for trial in trials]
+    assert timed == [name for turn in range(4) for name in tuning.in_turn(names, turn)] and timed[0] != timed[len(names)]
+
+
+def bench_shape(m, n, k):
+    from fluxlike.tools.bench_report import Shape
+
+    return Shape(m, n, k)
 
 
 def test_tables_from_records(tmp_path, capsys):

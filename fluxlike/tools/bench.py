@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -58,7 +58,6 @@ from .bench_sparse import SparseAllReduce
 KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
-Some = TypeVar("Some")
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
@@ -73,18 +72,6 @@ def kind_of(op: str, suite: str | None) -> type[Problem]:
 def auto_iters(ms: float) -> int:
     """How many calls of ``ms`` fill one timing."""
     return min(MOST, max(FEWEST, round(TARGET_MS / max(ms, 1e-6))))
-
-
-def in_turn(methods: Sequence[Some], turn: int) -> list[Some]:
-    """The order of a round: within as many rounds as methods, each stands behind every other one once.
-
-    What runs before a method takes from its clocks, or gives them back: behind the same one in most rounds, equal methods differed
-    by up to 7 %. The order is that of E. J. Williams (1949), for an even number; of an odd number, as if there were one more,
-    so that here and there one stands twice behind another.
-    """
-    places = len(methods) + len(methods) % 2
-    zigzag = [(-i if i % 2 else i) // 2 % places for i in range(places)]
-    return [methods[place] for first in zigzag if (place := (first + turn) % places) < len(methods)]
 
 
 class Budget:
@@ -227,7 +214,7 @@ class Bench:
                     self.check(problem, method)
         self.warm_up(self.alive(measured))
         for turn in range(self.rounds):
-            for method in in_turn(self.alive(measured), turn):
+            for method in tuning.in_turn(self.alive(measured), turn):
                 with self.guard(method):
                     method.row.rounds_ms.append(self.time(method, method.row.iters) / per_call)
         for method in self.alive(measured):

@@ -80,8 +80,8 @@ class Tuner:
                 method.failed(failure)
                 self._renew(problem)
         bench.warm_up(bench.alive(methods))
-        for _ in range(bench.rounds):
-            for method in bench.alive(methods):
+        for turn in range(bench.rounds):
+            for method in tuning.in_turn(bench.alive(methods), turn):
                 with bench.guard(method):
                     method.row.rounds_ms.append(bench.time(method, method.row.iters))
         for method in bench.alive(methods):

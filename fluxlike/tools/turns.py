@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..ops import tuning
-from .bench import in_turn
 from .bench_peers import Peers
 from .bench_report import environment
 
@@ -39,7 +38,7 @@ def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, li
     calls = {name: max(1, round(ENOUGH_MS / max(ms, 1e-3))) for name, ms in first.items()}
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(-1, rounds):
-        for name in in_turn(list(ways), turn):
+        for name in tuning.in_turn(list(ways), turn):
             ms = once(ways[name], calls[name])
             if turn >= 0:
                 found[name].append(ms)
