@@ -18,7 +18,7 @@ import fluxlike
 pytest.importorskip("rich")
 
 from fluxlike.ops import tuning
-from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, soak, trace
+from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, links, soak, trace, tune
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
@@ -455,7 +455,7 @@ def test_times_of_bursts(capsys, tmp_path):
     assert (tmp_path / "all_reduce-resnet50-R4-graph.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("tool", ("bench", "soak", "trace"))
+@pytest.mark.parametrize("tool", ("bench", "soak", "trace", "tune", "links"))
 def test_where_nothing_can_be_written(tool, tmp_path, capsys, monkeypatch):
     """It is found before anything is measured, by the rank that writes, and said once."""
     (tmp_path / "file").write_text("")
@@ -464,12 +464,23 @@ def test_where_nothing_can_be_written(tool, tmp_path, capsys, monkeypatch):
         "bench": lambda: bench.parse(["gemm_rs", "--out", out], cuda=False),
         "soak": lambda: soak.parse(["--minutes", "600", "--out", out]),
         "trace": lambda: trace.parse(["gemm_rs", "--out", out]),
+        "tune": lambda: tune.parse(["gemm_rs", "--out", out], cuda=False),
+        "links": lambda: links.parse(["--json", out]),
     }[tool]
+    option = "--json" if tool == "links" else "--out"
     monkeypatch.setenv("RANK", "1")
-    assert parse().out == out
+    assert getattr(parse(), option[2:]) == out
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         parse()
-    assert end.value.code == 2 and f"{tool}: error: --out {out}: " in capsys.readouterr().err
+    assert end.value.code == 2 and f"{tool}: error: {option} {out}: " in capsys.readouterr().err
+    if tool in ("tune", "links"):  # which write one file
+        out = str(tmp_path)
+        with pytest.raises(SystemExit):
+            parse()
+        assert f"{option} {out}: it is a folder" in capsys.readouterr().err
+        out = str(tmp_path / "new" / "out")
+        assert getattr(parse(), option[2:]) == out and not any((tmp_path / "new").iterdir())
+        return
     out = str(tmp_path / "new" / "out")
     assert parse().out == out and not any((tmp_path / "new" / "out").iterdir())

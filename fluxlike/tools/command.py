@@ -69,14 +69,18 @@ def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cud
         parser.error(f"--suite {asked.suite} is none of {asked.op}'s, which are {', '.join(kind.SUITES)}")
 
 
-def writable(parser: argparse.ArgumentParser, folder: str | None) -> None:
-    """Makes ``--out``, on the rank that writes; ends the process if no file can be made there, before hours are spent."""
-    if folder and os.environ.get("RANK", "0") == "0":
+def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:
+    """Makes the folder ``out``, or that of the ``file``, on the rank that writes; ends the process if no file can be made there,
+    before hours are spent."""
+    if out and os.environ.get("RANK", "0") == "0":
+        folder = os.path.dirname(out) or "." if file else out
         try:
+            if file and os.path.isdir(out):
+                raise IsADirectoryError("it is a folder; name a file")
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            parser.error(f"--out {folder}: {error}")
+            parser.error(f"{option} {out}: {error}")
 
 
 def lacks(tool: str, package: str, install: str = "") -> bool:

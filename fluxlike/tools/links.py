@@ -185,6 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     uneven = [nbytes for nbytes in asked.sizes if nbytes % 4]
     if uneven:
         parser.error(f"--sizes: {uneven[0]} bytes are no multiple of 4")
+    command.writable(parser, asked.json, "--json", file=True)
     return asked
 
 

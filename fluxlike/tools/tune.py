@@ -265,6 +265,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         if getattr(asked, name) < 1:
             parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
     command.choose_suite(parser, asked, cuda, PROBLEMS[asked.op])
+    command.writable(parser, asked.out, file=True)
     return asked
 
 
