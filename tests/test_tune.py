@@ -570,6 +570,12 @@ def test_the_tool_tunes_the_toy_shapes(tmp_path):
     assert len(tuned._choices(out, machine, "ag_gemm", BF16, 2, strict=True)) == 3
 
 
+@pytest.mark.parametrize("options", (["--shapes", "3x8x8"], ["--shapes", "8x8x8", "--budget", "0"]))
+def test_a_run_that_keeps_nothing_fails(options, tmp_path):
+    out = tmp_path / "none.json"
+    assert tool(["gemm_rs", *options, "--out", str(out)]) == [(1, False)] * 2 and not out.exists()
+
+
 def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
     out = tmp_path / "toy.json"
     argv = ["gemm_rs", "--shapes", "32x32x32", "--rounds", "1", "--most", "3", "--out", str(out)]

@@ -120,7 +120,7 @@ class Tuner:
     def run(self) -> int:
         """Everything; the exit status. Rank 0 speaks and writes."""
         asked, peers = self.asked, self.peers
-        voice, bad = Voice(peers.rank == 0), False
+        voice, bad, kept = Voice(peers.rank == 0), False, False
         shapes: list[Shape] = asked.shapes or list(PROBLEMS[asked.op].SUITES[asked.suite])
         for i, shape in enumerate(shapes):
             why = PROBLEMS[asked.op].unfit(shape, peers.size)
@@ -140,10 +140,13 @@ class Tuner:
             for line in table(trials):
                 voice.say(line)
             bad |= any(trial.row.status != "ok" for trial in trials)
+            kept |= fastest(trials) is not None
             self.bench.free()
         if not self.bench.cuda:
             voice.say("times are those of Triton's interpreter and mean nothing on a GPU")
-        return 1 if bad else 0
+        if not kept:
+            voice.say("nothing was tuned")
+        return 1 if bad or not kept else 0
 
     def _keep(self, problem: choice.Problem, trials: Sequence[Trial]) -> str:
         """Write the best one down, on rank 0; where it went."""
@@ -244,7 +247,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike tune",
         description="Measures how calls of some shapes are made fastest, and keeps it. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a candidate failed or was wrong, or nothing could be written. See docs/tune.md.",
+        epilog="Exit status: 1 if a candidate failed or was wrong, or nothing was tuned or could be written. See docs/tune.md.",
     )
     ops = parser.add_subparsers(dest="op", required=True)
     for op in PROBLEMS:
