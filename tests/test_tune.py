@@ -9,6 +9,7 @@ import re
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ranks import run_fresh
 import fluxlike
 from fluxlike.ops import choice, tuned, tuning
 from fluxlike.ops.choice import Problem
+from fluxlike.ops.context import Context
 from fluxlike.ops.tuned import Entry, Machine
 from fluxlike.runtime import cpu, env, world
 
@@ -399,8 +401,23 @@ def test_ranks_on_different_machines_use_no_table(cache, caplog):
         caplog.clear()
         found = tuned.agreed(Peers(other.as_json()), "gemm_rs", BF16, here)
         assert (found.mode, found.table) == ("cached", table)
-        assert found.multiprocessors == min(2, other.multiprocessors)
+        assert found.multiprocessors == min(2, other.multiprocessors) and found.capability == (0, 0)
         assert bool(caplog.records) == (not table)
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_ranks_on_gpus_of_two_kinds_choose_alike(op):
+    """An H100 and an A100: each rank chooses by the lesser of them, as tiles of other heights have other signals."""
+    gpus = {(9, 0): Machine("NVIDIA H100", (9, 0), 132), (8, 0): Machine("NVIDIA A100", (8, 0), 108)}
+    chosen = []
+    for here, other in ((9, 0), (8, 0)), ((8, 0), (9, 0)):
+        executor = SimpleNamespace(
+            device=torch.device("cpu"), name=gpus[here].gpu, capability=here, programs=gpus[here].multiprocessors
+        )
+        ctx = SimpleNamespace(op=op, size=2, dtype=BF16, world=SimpleNamespace(executor=executor))
+        ctx.tuned = tuned.agreed(Peers(gpus[other].as_json()), op, BF16, executor)
+        chosen.append(choice.choose(Context.problem(ctx, 8192, 8192, 8192), "auto", ctx.tuned.table))
+    assert chosen[0] == chosen[1]
 
 
 def bad_value(group):
@@ -592,8 +609,6 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
 def test_the_tool_s_choices_take_turns(monkeypatch):
     """As methods of bench do: each stands behind another one in every round."""
     pytest.importorskip("rich")
-    from types import SimpleNamespace
-
     from fluxlike.tools import tune
 
     made = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:4]

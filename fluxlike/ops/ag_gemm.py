@@ -328,7 +328,7 @@ def _plan_stream_k(
     gathered: torch.Tensor | None,
     full: int,
 ) -> _Plan:
-    m, ld, capability = results[0].shape[0], tiling.round_up(operands[0].shape[1], 16), ctx.world.executor.capability
+    m, ld, capability = results[0].shape[0], tiling.round_up(operands[0].shape[1], 16), ctx.tuned.capability
     tile = tiling.choose_stream_k(capability, ctx.dtype, m, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, capability, m, *operands)
     shard, *weights = tiling.padded(operands, padded)

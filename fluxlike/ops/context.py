@@ -67,7 +67,7 @@ class Context(GroupContext):
             "data": 2 * self.set_elements * dtype.itemsize,
         }
         executor = world.current().executor
-        #: FLUXLIKE_TUNE and FLUXLIKE_TORCH_PRODUCTS, the programs of a GPU and the measured choices: the same on all ranks.
+        #: FLUXLIKE_TUNE and FLUXLIKE_TORCH_PRODUCTS, capability and programs of a GPU, measured choices: the same on all ranks.
         self.tuned = tuned.agreed(control, op, dtype, executor)
         super().__init__(op, control, regions)
         self.stats["copies"] = 0
@@ -195,9 +195,9 @@ class Context(GroupContext):
 
     def problem(self, m: int, n: int, k: int) -> choice.Problem:
         """A call, as far as its ranks have it in common; sizes of the whole problem."""
-        capability, agreed = self.world.executor.capability, self.tuned
+        agreed = self.tuned
         return choice.Problem(
-            self.op, capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products
+            self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products
         )  # fmt: skip
 
     def choose(self, problem: choice.Problem) -> choice.Choice:

@@ -263,7 +263,7 @@ def _plan_stream_k(
     ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> _Plan:
     (m, k), n, ranks = x.shape, weight.shape[0], ctx.size
-    capability = ctx.world.executor.capability
+    capability = ctx.tuned.capability
     tile = tiling.choose_stream_k(capability, x.dtype, m, n)
     tile, padded = tiling.readable(tile, capability, m, x, weight)
     x, weight = tiling.padded((x, weight), padded)

@@ -85,6 +85,8 @@ class Agreed:
 
     mode: str
     torch_products: bool
+    #: Of the GPUs the least, by which tiles and schedules are chosen.
+    capability: tuple[int, int]
     multiprocessors: int
     table: dict[Shape, Choice]
 
@@ -213,7 +215,9 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
             table[problem.shape] = choice.from_json(data, problem)
     elif mode != "off":
         log.warning("%s: the ranks' GPUs differ (%s), so no tuned choices are used", op, [theirs[0] for theirs in said])
-    return Agreed(mode, products, min(theirs[0]["multiprocessors"] for theirs in said), table)
+    machines = [theirs[0] for theirs in said]
+    major, minor = min(tuple(theirs["capability"]) for theirs in machines)
+    return Agreed(mode, products, (major, minor), min(theirs["multiprocessors"] for theirs in machines), table)
 
 
 # writing
