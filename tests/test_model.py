@@ -241,6 +241,18 @@ def test_no_matplotlib(monkeypatch, capsys, tmp_path):
     assert "matplotlib is missing" in capsys.readouterr().err and not (tmp_path / "m.png").exists()
 
 
+def test_the_lines_of_a_check():
+    """The model's time over the measured one, and E of both; no E where torch exposes nothing."""
+    call = Call("gemm_rs", 8, 8, 8)
+    measured, modelled = {"gemm": 1.0, "torch": 2.0, "copy_engine": 1.25}, {"gemm": 1.1, "torch": 1.6, "copy_engine": 1.35}
+    rows = [model.Compared(4, call, name, measured[name] * 1e-3, modelled[name] * 1e-3) for name in measured]
+    (line, *offs) = model.check_lines(rows)[2:]
+    assert line == "| 4, 8×8×8 | 1000 (1100, +10.0%) | 2000 (1600, -20.0%) | 1250 (1350, +8.0%) | 0.75 (0.50) |"
+    assert offs[0] == "gemm: off by 10.0% in the median of 1 shapes, by 10.0% at most"
+    level = [replace(row, measured=1e-3) if row.name == "torch" else row for row in rows]
+    assert model.check_lines(level)[2].endswith("| – (0.50) |")
+
+
 def test_check(capsys):
     assert model.main(["ag_gemm", "--check", *map(str, RECORDS)]) == 0
     printed = capsys.readouterr().out.splitlines()

@@ -587,6 +587,21 @@ def test_the_tool_tunes_the_toy_shapes(tmp_path):
     assert len(tuned._choices(out, machine, "ag_gemm", BF16, 2, strict=True)) == 3
 
 
+def test_the_lines_of_a_shape():
+    """µs, and how many times as fast as the first; the one that is kept, and what was wrong."""
+    pytest.importorskip("rich")
+    from fluxlike.tools import tune
+
+    first, fast, wrong = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:3]
+    rows = [tune.Row("a", rounds_ms=[3.0, 2.0, 1.0]), tune.Row("b", rounds_ms=[1.25]), tune.Row("c", status="WRONG", note="off")]
+    lines = tune.table([tune.Trial(made, 7.5, row) for made, row in zip((first, fast, wrong), rows, strict=True)])
+    assert [line.replace(str(made), "").split(maxsplit=6) for line, made in zip(lines, (first, fast, wrong), strict=True)] == [
+        ["2000.0", "µs,", "expected", "7.5,", "1.000x"],
+        ["1250.0", "µs,", "expected", "7.5,", "1.600x", "best"],
+        ["–", "µs,", "expected", "7.5,", "–", "WRONG:", "off"],
+    ]
+
+
 @pytest.mark.parametrize("options", (["--shapes", "3x8x8"], ["--shapes", "8x8x8", "--budget", "0"]))
 def test_a_run_that_keeps_nothing_fails(options, tmp_path):
     out = tmp_path / "none.json"

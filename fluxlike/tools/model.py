@@ -24,6 +24,7 @@ from typing import Any
 
 from . import command, topo
 from .bench_records import told
+from .bench_report import cell, efficiency
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
@@ -125,7 +126,7 @@ def check_lines(found: Sequence[Compared]) -> list[str]:
         cells = [f"{p.measured * 1e6:.0f} ({p.model * 1e6:.0f}, {p.off:+.1%})" if p else "" for p in parts]
         if len(methods) == 3:
             both = zip(*((one.measured, one.model) for one in methods.values()), strict=True)
-            cells.append("{:.2f} ({:.2f})".format(*(1 - (ours - gemm) / (torch - gemm) for gemm, torch, ours in both)))
+            cells.append("{} ({})".format(*(cell(efficiency(ours, gemm, torch), ".2f") for gemm, torch, ours in both)))
         lines.append(f"| {ranks}, {call.m}×{call.n}×{call.k} | " + " | ".join(cells) + " |")
     for name in names:
         off = [abs(one.off) for one in found if one.name == name]
