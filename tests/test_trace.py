@@ -426,3 +426,21 @@ def test_a_gpu_that_does_not_answer(monkeypatch) -> None:
     monkeypatch.setattr(tracing, "PATIENCE", 1000)
     with pytest.raises(RuntimeError, match="did not answer within"):
         tracing._clock(FakeGpu(answers=False))
+
+
+def test_us_of_a_call(monkeypatch):
+    """Of calls back to back, behind one that does not count, on the slowest rank."""
+    now, made = 0.0, []
+    peers = SimpleNamespace(
+        rank=0, size=1, barrier=lambda: None, attempt=lambda action: action(), slowest=lambda action: 2 * action()
+    )
+
+    def ours(context):
+        nonlocal now
+        now += 0.25
+        made.append(now)
+
+    problem = SimpleNamespace(spoil=lambda: None, ours=ours, judge=lambda name, result: (0.0, 1.0))
+    monkeypatch.setattr(tool.time, "perf_counter", lambda: now)
+    tracer = tool.Tracer(tool.parse(["gemm_rs", "--calls", "4", "--out", ""]), peers, torch.device("cpu"))
+    assert tracer.time(problem, SimpleNamespace(check=lambda: None)) == 2 * 0.25e6 and len(made) == 5
