@@ -1,0 +1,182 @@
+"""`python -m fluxlike tune`: what it measures, keeps and says, and tables out of records. `test_tune` has the files."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_fresh
+
+import fluxlike
+from fluxlike.ops import choice, tuned, tuning
+from fluxlike.ops.choice import Problem
+from fluxlike.ops.tuned import Machine
+
+ROOT = Path(__file__).resolve().parents[1]
+H200 = Machine("NVIDIA H200", (9, 0), 132)
+BF16 = torch.bfloat16
+
+
+def on_h200(op, m, n, k, ranks=4):
+    return Problem(op, (9, 0), 132, ranks, BF16, m, n, k)
+
+
+def run_tool(group, argv, sabotage):
+    from fluxlike.tools import bench_problems, tune
+
+    judge = bench_problems.Problem.judge
+
+    def judged(problem, method, result):
+        error, allowed = judge(problem, method, result)
+        return (float("nan") if method.startswith(sabotage) else error), allowed
+
+    if sabotage:
+        bench_problems.Problem.judge = judged
+    return tune.main(argv), fluxlike.is_initialized()
+
+
+def tool(argv, sabotage=""):
+    pytest.importorskip("rich")
+    outcomes = run_fresh(run_tool, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, argv=argv, sabotage=sabotage)
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def test_the_tool_tunes_the_toy_shapes(tmp_path):
+    out = tmp_path / "tables" / "toy.json"
+    assert tool(["ag_gemm", "--suite", "toy", "--rounds", "1", "--most", "2", "--out", str(out)]) == [(0, False)] * 2
+    data = json.loads(out.read_text())
+    assert data["machine"]["gpu"] == "shm" and data["software"] == tuned.software()
+    assert {(e["m"], e["n"], e["k"]) for e in data["entries"]} == {(128, 64, 96), (64, 48, 64), (8, 128, 32)}
+    assert all(e["us"] > 0 and e["usual_us"] > 0 and e["ranks"] == 2 for e in data["entries"])
+    # the same file is heard as a shipped one, and as the cache of this machine
+    machine = Machine("shm", (0, 0), data["machine"]["multiprocessors"])
+    assert len(tuned._choices(out, machine, "ag_gemm", BF16, 2, strict=True)) == 3
+
+
+def test_the_lines_of_a_shape():
+    """µs, and how many times as fast as the first; the one that is kept, and what was wrong."""
+    pytest.importorskip("rich")
+    from fluxlike.tools import tune
+
+    first, fast, wrong = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:3]
+    rows = [tune.Row("a", rounds_ms=[3.0, 2.0, 1.0]), tune.Row("b", rounds_ms=[1.25]), tune.Row("c", status="WRONG", note="off")]
+    lines = tune.table([tune.Trial(made, 7.5, row) for made, row in zip((first, fast, wrong), rows, strict=True)])
+    assert [line.replace(str(made), "").split(maxsplit=6) for line, made in zip(lines, (first, fast, wrong), strict=True)] == [
+        ["2000.0", "µs,", "expected", "7.5,", "1.000x"],
+        ["1250.0", "µs,", "expected", "7.5,", "1.600x", "best"],
+        ["–", "µs,", "expected", "7.5,", "–", "WRONG:", "off"],
+    ]
+
+
+@pytest.mark.parametrize("options", (["--shapes", "3x8x8"], ["--shapes", "8x8x8", "--budget", "0"]))
+def test_a_run_that_keeps_nothing_fails(options, tmp_path):
+    out = tmp_path / "none.json"
+    assert tool(["gemm_rs", *options, "--out", str(out)]) == [(1, False)] * 2 and not out.exists()
+
+
+def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
+    out = tmp_path / "toy.json"
+    argv = ["gemm_rs", "--shapes", "32x32x32", "--rounds", "1", "--most", "3", "--out", str(out)]
+    assert tool(argv, sabotage="in_kernel") == [(1, False)] * 2
+    (one,) = json.loads(out.read_text())["entries"]
+    assert one["choice"]["transport"] == "copy_engine" and one["usual_us"] is None
+    argv[4] = "0"
+    with pytest.raises(SystemExit):
+        from fluxlike.tools import tune
+
+        tune.main(argv)
+
+
+def test_the_tool_s_choices_take_turns(monkeypatch):
+    """As methods of bench do: each stands behind another one in every round."""
+    pytest.importorskip("rich")
+    from fluxlike.tools import tune
+
+    made = choice.candidates(on_h200("gemm_rs", 8192, 8192, 8192))[:4]
+    asked = tune.parse(["gemm_rs", "--shapes", "8192x8192x8192", "--rounds", "4", "--most", "4"], cuda=True)
+    peers = SimpleNamespace(rank=0, size=4, attempt=lambda action: action())
+    tuner, timed = tune.Tuner(asked, peers, torch.device("cpu")), []
+    tuner.bench.rounds, tuner.context = 4, SimpleNamespace(problem=lambda *shape: on_h200("gemm_rs", *shape))
+    for name in ("first", "check", "warm_up"):
+        monkeypatch.setattr(tuner.bench, name, lambda *args: None)
+    monkeypatch.setattr(tuner.bench, "time", lambda method, calls: timed.append(method.name) or 1.0)
+    for name in ("_renew", "_close"):
+        monkeypatch.setattr(tuner, name, lambda *args: None)
+    monkeypatch.setitem(tune.PROBLEMS, "gemm_rs", lambda *args: SimpleNamespace(know_torch=None, spoil=None))
+    monkeypatch.setattr(peers, "attempt", lambda action: action() if action else None)
+    monkeypatch.setattr(tuning, "shortlist", lambda problem, most: made)
+    _, trials = tuner.shape(bench_shape(8192, 8192, 8192))
+    names = [str(trial.choice) for trial in trials]
+    assert timed == [name for turn in range(4) for name in tuning.in_turn(names, turn)] and timed[0] != timed[len(names)]
+
+
+def bench_shape(m, n, k):
+    from fluxlike.tools.bench_report import Shape
+
+    return Shape(m, n, k)
+
+
+def test_tables_from_records(tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    out = tmp_path / "h200.json"
+    for ranks, day in ((2, 21), (4, 22)):
+        names = [f"2026-11-{day}-{op}-headline-R{ranks}.json" for op in ("gemm_rs", "ag_gemm")]
+        assert tune.main(["from-records", *(str(ROOT / "docs" / "measured" / name) for name in names), "--out", str(out)]) == 0
+        shipped = tuned.TABLES / f"nvidia-h200-132-r{ranks}.json"
+        assert out.read_text() == shipped.read_text(), "the shipped table is not what its sources say"
+    few, wide = tuned.known(H200, "ag_gemm", torch.bfloat16, 2), (512, 57344, 8192)
+    assert few and wide not in few, "sequential, which the record has not, is expected to be much faster there"
+    (tmp_path / "bad.json").write_text("{}")
+    before = out.read_text()
+    assert tune.main(["from-records", str(tmp_path / "bad.json"), "--out", str(out)]) == 1
+    assert "environment" in capsys.readouterr().err and out.read_text() == before
+
+
+def broken_records():
+    """What may be wrong with a record, as a change of one of the package's."""
+    first = {"op": lambda: "gemm_ar", "dtype": lambda: "bfloat17", "shapes": lambda: [{}], "environment": dict, "ranks": None}
+    for key, made in first.items():
+        yield key, lambda record, key=key, made=made: record.pop(key) if made is None else record.update({key: made()})
+    yield "gpu", lambda record: record["environment"].update(gpu="NVIDIA H1")
+    yield "methods", lambda record: record["shapes"][0].update(methods=[])
+    yield "median", lambda record: record["shapes"][0]["methods"]["in_kernel"]["ms"].update(median="1")
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=key) for key, change in broken_records()])
+def test_a_broken_record_is_told_with_its_name(change, tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    whole = ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json"
+    record = json.loads(whole.read_text())
+    change(record)
+    (tmp_path / "broken.json").write_text(json.dumps(record))
+    out = tmp_path / "table.json"
+    assert tune.main(["from-records", str(whole), str(tmp_path / "broken.json"), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"tune: {tmp_path / 'broken.json'} is no record of bench") and not out.exists()
+
+
+@pytest.mark.parametrize("content", (b"{", b"\xff\xfe", b"[]", None))
+def test_what_is_no_record_is_told_with_its_name(content, tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    path = tmp_path / "broken.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert tune.main(["from-records", str(path), "--out", str(tmp_path / "table.json")]) == 1
+    assert capsys.readouterr().err.startswith(f"tune: {path} is no record of bench")
+
+
+def test_a_method_without_a_time_in_a_record(tmp_path):
+    """Bench writes null for the times of what was wrong or failed."""
+    from fluxlike.tools import tune
+
+    record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
+    record["shapes"][0]["methods"]["decomposed"].update(status="WRONG", ms=None)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    out = tmp_path / "table.json"
+    assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(out)]) == 0
+    assert len(json.loads(out.read_text())["entries"]) == 9
