@@ -129,8 +129,8 @@ trap 'kill ${fx_lanes[@]+"${fx_lanes[@]}"} 2>/dev/null || true; rm -rf "$fx_logs
 if [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
-  fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune bench bench_ranks bench_sparse doctor links
-             public_api numerics offsets sanitizer_case security"
+  fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune tune_tool bench bench_ranks bench_sparse doctor
+             links public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups library
              library_collectives model nn nn_states async_tp compiled_graphs sequential sparse_ahead sparse_all_reduce sparse_index
