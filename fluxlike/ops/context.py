@@ -14,10 +14,9 @@ from ..kernels.tiles import cdiv
 from ..runtime import racecheck, world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import choice, sequential, tiling, tuned
+from . import choice, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
 from .group import PLANS, Compiled, GroupContext, Prepared
-from .group import kept as group_kept
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -225,9 +224,9 @@ class Context(GroupContext):
 def kept(
     kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None, **hints: int
 ) -> Any:
-    """`group.kept` of an operation with a product: one context for each (kind, group, dtype)."""
+    """`keeping.kept` of an operation with a product: one context for each (kind, group, dtype)."""
 
     def make(wanted: dict[str, int]) -> Any:
         return kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
 
-    return group_kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE)
+    return keeping.kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE)

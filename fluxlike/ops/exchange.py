@@ -13,7 +13,8 @@ from ..kernels.tiles import cdiv
 from ..kernels.words import EMPTY
 from ..runtime.control import ControlGroup
 from . import tiling
-from .group import GroupContext, Prepared, kept
+from .group import GroupContext, Prepared
+from .keeping import kept
 
 OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
 #: Words of a block, where four a thread are a vector, and bytes of one that is signalled.

@@ -11,7 +11,8 @@ from ..runtime import racecheck, world
 from . import all_reduce, exchange, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
-from .group import kept, resolve, wants_gradient
+from .group import resolve, wants_gradient
+from .keeping import kept
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
 

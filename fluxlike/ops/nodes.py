@@ -34,10 +34,9 @@ from ..kernels.nodes import sum_over_nodes_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import validate
+from . import keeping, validate
 from .exchange import Compiled
 from .group import Making, leave
-from .group import kept as group_kept
 from .messages import messages
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
@@ -316,4 +315,4 @@ def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, i
     def make(wanted: dict[str, int]) -> NodesContext:
         return NodesContext(op, control, dtype, "auto", here, **wanted)
 
-    return group_kept((op, control.name, dtype), control, sizes, make, 1 << 30)
+    return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30)

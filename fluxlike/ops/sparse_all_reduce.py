@@ -19,7 +19,8 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import exchange, sparse_index, tiling, validate
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
-from .group import kept, resolve
+from .group import resolve
+from .keeping import kept
 from .sparse_arguments import NAME, check, check_ids, countable, refuse, wire_of
 from .sparse_index import HEAD, ROW, room
 

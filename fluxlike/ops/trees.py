@@ -14,7 +14,8 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..topology import LinkMatrix, Tree, current, plan_trees
 from .exchange import BULK, MOST, OF_BULK, OPS, EpochContext
-from .group import Prepared, kept
+from .group import Prepared
+from .keeping import kept
 
 #: Bytes of payload that one launch takes at most: each rank has room for them and, in fp32, for those of its children.
 PIECE = 4 << 20

@@ -1,0 +1,42 @@
+"""The contexts of calls that name none: made when first called for, grown, kept until finalize."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ..runtime import world
+from ..runtime.control import ControlGroup
+
+
+def kept(
+    key: Hashable, control: ControlGroup, sizes: dict[str, int], make: Callable[[dict[str, int]], Any], most: int
+) -> Any:
+    """The context that a call without one uses: one for each ``key``, made or grown collectively by ``make``.
+
+    Sizes are rounded up to a power of two, up to ``most``, so that a model with changing lengths settles quickly. Growing
+    synchronises with the other ranks and allocates, which a graph capture cannot: RuntimeError with the remedy.
+
+    A context that calls have outgrown is closed, unless a CUDA graph has captured calls of it: replays use its memory, so it stays
+    open until finalize, beside the new one. The ranks must all have captured such calls, or none: else ValueError on all.
+    """
+    this = world.current()
+    context = this.cached.get(key)
+    capturing = this.executor.is_capturing()
+    if context is not None and context.fits(sizes):
+        context.captured |= capturing
+        return context
+    if capturing:
+        raise RuntimeError(
+            f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
+            "pass a context of fluxlike.create_…_context"
+        )
+    wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
+    if context is not None and not context.closed:
+        wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
+        this.executor.synchronize()
+        # raised on all ranks: those that closed it well would wait for the others in making the new one
+        failure = context.unseen_failure()
+        control.agree(f"replacing {context.label}", wanted | {"captured": context.captured}, failure)
+        if not context.captured:
+            context.close()
+    this.cached[key] = context = make(wanted)
+    return context
