@@ -262,6 +262,8 @@ def test_defaults():
     (
         (["--rounds", "0"], "at least one"),
         (["--iters", "many"], "'?many'?"),
+        (["--seconds", "nan"], "nan is not a number of seconds"),
+        (["--seconds=-1"], "-1 is not a number of seconds"),
         (["--iters", "0"], "above 0"),
         (["--graph"], "needs GPUs"),
         (["--methods", "auto,magic"], "'magic' is not one of reference"),
@@ -294,7 +296,7 @@ def test_a_complaint_of_a_rank_that_comes_late(tmp_path):
     places = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ |= {"FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": places}
     command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--nproc", "2", "-m", "fluxlike", "bench", "gemm_rs", "--rounds", "0"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250)
     assert done.returncode and done.stderr.count("--rounds 0 is below 1") == 1, done.stderr
 
 

@@ -134,6 +134,10 @@ def test_time_over_ranks(tmp_path, monkeypatch, capsys):
 
 def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
     path = swept(4).save(tmp_path)
+    both = [path, swept(2).save(tmp_path)]
+    (tmp_path / "a folder" / "sparse_all_reduce-ranks.png").mkdir(parents=True)
+    assert plot_records(both, tmp_path / "a folder") == 1
+    assert "a folder/sparse_all_reduce-ranks.png cannot be written" in capsys.readouterr().out
     assert plot_records([path], tmp_path) == 1 and "two numbers of ranks" in capsys.readouterr().out
     (tmp_path / "other").mkdir()
     assert plot_records([path, swept(4, 2.0).save(tmp_path / "other")], tmp_path) == 2

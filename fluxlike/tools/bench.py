@@ -392,7 +392,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     records = "measure nothing: draw time over the number of ranks, from records of several runs, into --out"
     parser.add_argument("--plot-records", nargs="+", metavar="JSON", help=records)
     command.add_dtype(parser)
-    parser.add_argument("--seconds", type=float, help="begin no new shape after so many seconds")
+    parser.add_argument("--seconds", type=command.seconds, help="begin no new shape after so many seconds")
     asked = parser.parse_args(argv)
     if asked.rounds < 1:
         parser.error(f"--rounds {asked.rounds} is below 1; give at least one round")

@@ -93,7 +93,11 @@ def plot(op: str, paths: Sequence[str], out: str) -> int:
         return 1
     draw(found, figure)
     path = Path(out) / f"{op}-ranks.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        print(f"bench: {path} cannot be written: {error}; name another folder with --out")
+        return 1
     print(f"written: {path}")
     return 0

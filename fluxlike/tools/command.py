@@ -14,8 +14,9 @@ import fluxlike
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
 
-#: Seconds in which rank 0 says why all end. The launcher ends it as soon as another one has ended, and it may have begun later.
-GRACE_S = 15.0
+#: Seconds in which rank 0 says why all end, as it may have begun later; of a busy machine they are few. The launcher ends all ranks
+#: as soon as one has ended, so nobody waits for them to pass.
+GRACE_S = 60.0
 
 
 def speaks() -> bool:
@@ -37,6 +38,14 @@ class Parser(argparse.ArgumentParser):
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+
+def seconds(text: str) -> float:
+    """A time, as the type of an argument."""
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds from 0 on")
+    return number
 
 
 def add_shapes(parser: argparse.ArgumentParser, more: str = "", suites: Iterable[str] = SUITES) -> None:

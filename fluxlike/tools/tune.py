@@ -255,7 +255,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         command.add_shapes(one, "shapes of bench; ")
         command.add_dtype(one)
         one.add_argument("--out", metavar="FILE", help="write there instead of into the cache")
-        one.add_argument("--budget", type=float, metavar="SECONDS", help="begin no new shape after so many seconds")
+        one.add_argument("--budget", type=command.seconds, metavar="SECONDS", help="begin no new shape after so many seconds")
         one.add_argument("--rounds", type=int, default=ROUNDS, help=f"timings of each choice ({ROUNDS})")
         one.add_argument("--most", type=int, default=tuning.MOST, help=f"choices that are measured of a shape ({tuning.MOST})")
     records = ops.add_parser("from-records", help="make a table of what bench wrote; runs on one process without a GPU")
