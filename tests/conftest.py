@@ -13,10 +13,18 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("bench", "choice", "direct", "doctor", "init", "interpreter", "interpreter_language", "links", "lint")
+WITHOUT_TORCHRUN = ("bench", "choice", "direct", "docs", "doctor", "init", "interpreter", "interpreter_language", "links", "lint")
 WITHOUT_TORCHRUN += ("lint_signals", "mutations", "nodes", "nodes_network", "offsets", "ptx", "public_api", "racecheck")
-WITHOUT_TORCHRUN += ("racecheck_host", "racecheck_memory", "racecheck_tables", "runfile", "sanitizer_case", "scripts", "security")
-WITHOUT_TORCHRUN += ("soak", "tiles", "topology", "topology_detect", "tune", "turns")
+WITHOUT_TORCHRUN += ("racecheck_host", "racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case")
+WITHOUT_TORCHRUN += ("scripts", "security", "soak", "tiles", "topology", "topology_detect", "tune", "tune_tool", "turns", "waits")
+
+try:
+    from hypothesis import settings
+except ImportError:  # the files that need it say so
+    pass
+else:  # how long one example takes says how busy the machine is
+    settings.register_profile("fluxlike", deadline=None)
+    settings.load_profile("fluxlike")
 
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.

@@ -38,7 +38,7 @@ PROBLEMS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=PROBLEMS)
 def test_candidates_are_possible_and_go_through_json(problem):
     found = choice.candidates(problem)
@@ -51,7 +51,7 @@ def test_candidates_are_possible_and_go_through_json(problem):
         assert choice.from_json(json.loads(json.dumps(made.as_json())), problem) == made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=PROBLEMS, data=st.data())
 def test_what_is_chosen_is_a_candidate(problem, data):
     """Without a table, with a fitting one, and with one of another problem's choices."""
@@ -65,7 +65,7 @@ def test_what_is_chosen_is_a_candidate(problem, data):
     assert choice.choose(problem, schedule, {(*problem.shape[:2], problem.k + 1): theirs}) == plain
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=PROBLEMS, made=st.integers(0, 10**6), columns=st.integers(0, 4096))
 def test_ranks_with_other_columns_have_tiles_of_the_same_height(problem, made, columns):
     problem = replace(problem, op="ag_gemm")
@@ -85,7 +85,7 @@ def test_tiles_for_other_columns():
     assert choice.for_columns(problem, low, 515) == choice.for_columns(problem, low, 14336) == low
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=PROBLEMS, made=st.integers(0, 10**6))
 def test_no_part_of_a_shard_is_empty_and_no_slot_too_small(problem, made):
     """What the kernels rely on: see `why_not`, and the sizes in `GemmRSContext`."""
@@ -196,7 +196,7 @@ def test_auto_may_be_kept_to_our_kernels(monkeypatch):
         gemm_rs.create_gemm_rs_context(512, 4096, 14336)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=PROBLEMS)
 def test_decomposed_is_not_for_fp32(problem):
     problem = replace(problem, dtype=torch.float32)

@@ -32,7 +32,6 @@ def fuzz(examples: int) -> Callable:
         max_examples=HUNT or (examples // 6 if TORCHRUN else examples),  # GPUs compile nearly every one
         derandomize=not HUNT or TORCHRUN,  # the ranks of torchrun draw for themselves
         database=None,
-        deadline=None,
         phases=(Phase.generate,),
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),

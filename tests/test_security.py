@@ -146,14 +146,14 @@ PLAIN = st.recursive(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None)
+@settings(derandomize=True, database=None)
 @given(PLAIN)
 def test_a_message_arrives_as_it_was(value):
     assert wire.unpack(wire.pack(value), 0) == value
     assert repr(wire.unpack(wire.pack(value), 0)) == repr(value), "a tuple is a tuple, 1 is not 1.0"
 
 
-@settings(derandomize=True, database=None, deadline=None)
+@settings(derandomize=True, database=None)
 @given(TENSORS)
 def test_a_tensor_arrives_as_it_was(tensor):
     found = wire.unpack(wire.pack({"a": (tensor, 1)}), 0)["a"][0]
@@ -212,7 +212,7 @@ JSON = st.recursive(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=300)
+@settings(derandomize=True, database=None, max_examples=300)
 @given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_whatever_a_peer_sends_is_read_or_refused(data):
     with suppress(RuntimeError):

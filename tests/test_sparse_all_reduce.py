@@ -187,7 +187,7 @@ def any_ids(group, shape, ids, op, seed):
     return y.indices().tolist(), bits(y.values()).tolist()
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(call=calls(40), ranks=st.integers(1, 4), op=st.sampled_from(["sum", "avg"]), seed=st.integers(0, 1000))
 def test_any_ids(call, ranks, op, seed):
     results = run_ranks(any_ids, ranks, op=op, seed=seed, **call)

@@ -141,7 +141,7 @@ def say_deal(out, tile, turn, program, programs, late, head_start):
     tl.store(out + 1, tiles.dealt(turn, program, programs, late, head_start))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(how=st.fixed_dictionaries(DEAL), data=st.data())
 def test_mirrors_of_the_deal(how, data):
     programs, late, head_start = how["programs"], how["late"], how["head_start"]
@@ -162,7 +162,7 @@ def say_shares(out, share, step, shares, steps, late, lag):
     tl.store(out + 2, tiles.share_of(step, shares, steps))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), shares=st.integers(1, 200), steps=st.integers(200, 2**30), late=st.integers(0, 16))
 def test_mirrors_of_the_shares(data, shares, steps, late):
     late = min(late, shares - 1)
@@ -205,7 +205,7 @@ def say_tiles(
     tl.store(out + 8, g_column)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP, merged=st.booleans())
 def test_mirrors_say_what_the_device_functions_say(data, ranks, subs, unit_tiles_m, tiles_n, group, merged):
     tile = data.draw(st.integers(0, unit_tiles_m * tiles_n * subs * (ranks - 1) - 1))
@@ -406,7 +406,7 @@ MODEL = {
 
 
 @pytest.mark.parametrize("op", (ReduceScatter, AllGather))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(how=st.fixed_dictionaries(MODEL))
 def test_every_wait_is_met_and_no_cycle(op, how):
     model = op(calls=4, **how)

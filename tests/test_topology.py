@@ -94,7 +94,7 @@ def naive_depth(matrix, root):
 # the planner's properties
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(matrix=machines(), seed=st.integers(0, 3), method=st.sampled_from(METHODS), k=st.sampled_from((None, 1, 3)))
 def test_trees_are_trees_and_cost_the_same_under_other_numbers(little_effort, matrix, seed, method, k):
     n = len(matrix)
@@ -117,7 +117,7 @@ def test_trees_are_trees_and_cost_the_same_under_other_numbers(little_effort, ma
     assert (other.load, other.weight) == pytest.approx((cost.load, cost.weight))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(matrix=machines(most=7), data=st.data())
 def test_depth_is_the_least_there_is(matrix, data):
     root = data.draw(st.integers(0, len(matrix) - 1))
@@ -288,7 +288,7 @@ def test_the_recorded_figures_are_those_of_the_recorded_trees():
         assert found == pytest.approx(tuple(row[key] for key in ("depth", "load", "least", "weight", "most_edges_at_a_gpu")))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(machines(most=7), st.integers(1, 9))
 def test_no_load_is_below_the_bound(matrix, k):
     """`least_load` against all cuts and the count of edges, one by one."""
@@ -310,7 +310,7 @@ def test_a_bridge_bounds_the_load():
     assert least_load(Graph(SHAPES["two cliques"]), range(12)) == 12
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(machines(most=10))
 def test_the_smallest_cut_is_networkx_s(matrix):
     capacity = [[int(cell) for cell in row] for row in matrix.bandwidth]
