@@ -37,7 +37,7 @@ done
 
 # shellcheck disable=SC2119 # nothing beyond the usual modules
 find_python
-[ -n "$fx_nproc" ] || fx_nproc=$((fx_gpus > 0 ? fx_gpus : 4))
+[ -n "$fx_nproc" ] || fx_nproc=$((fx_places > 0 ? fx_places : 4))
 
 # The ranks fill the cores already; more threads in each only make them wait for each other.
 : "${OMP_NUM_THREADS:=1}" "${OPENBLAS_NUM_THREADS:=1}"

@@ -27,7 +27,7 @@ sanitize() {
     echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
     return 0
   }
-  [ "$fx_gpus" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
+  [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
   for fx_nodes in 1 2; do
     for fx_i in "${!fx_checks[@]}"; do
       FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \

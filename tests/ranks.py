@@ -48,6 +48,7 @@ POOL_SIZE = 4
 #: The world of torchrun itself, where it is larger than the worlds that every test runs on.
 LARGE_WORLDS = (int(os.environ["WORLD_SIZE"]),) if TORCHRUN and int(os.environ["WORLD_SIZE"]) > POOL_SIZE else ()
 HEAP_BYTES = 256 << 20
+RANKS_PER_GPU = int(os.environ.get("FLUXLIKE_RANKS_PER_GPU", "1"))
 #: Where a rank speaks while pytest captures what it prints; conftest has one made before.
 STDERR = 2
 #: Seconds that a wait of a rank may last in these tests, unless the environment or the test says otherwise.
@@ -154,7 +155,7 @@ def _fresh_rank(rank: int, size: int, directory: str, env: dict[str, str], conne
     _settle(rank, directory, env)
     try:
         if env["FLUXLIKE_TEST_HEAP"] == "nvshmem":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank // RANKS_PER_GPU)
         _join_world(rank, size, directory)
         module, qualname, kwargs = pickle.loads(connection.recv_bytes())
         outcome = _attempt(rank, _find(module, qualname), dist.group.WORLD, kwargs)
@@ -409,8 +410,8 @@ def run_fresh(
     """
     if TORCHRUN:
         pytest.skip("breaks ranks, so it makes its own; run it without torchrun")
-    if heap == "nvshmem" and torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, torch sees {torch.cuda.device_count()}")
+    if heap == "nvshmem" and torch.cuda.device_count() * RANKS_PER_GPU < world:
+        pytest.skip(f"needs {world} GPUs, torch sees {torch.cuda.device_count()}, for {RANKS_PER_GPU} ranks each")
     processes = _Processes(_fresh_rank, world, {**(env or {}), "FLUXLIKE_TEST_HEAP": heap}, measure=measure)
     try:
         processes.ask(range(world), (body.__module__, body.__qualname__, kwargs))
@@ -421,6 +422,11 @@ def run_fresh(
         if outcome.exit is not None and outcome.rank not in expect_dead:
             outcome.error, outcome.message = "Died", f"exit code {outcome.exit}; {outcome.trace}"
     return outcomes
+
+
+def divided(total: torch.Tensor, by: int) -> torch.Tensor:
+    """``total`` over a whole number, rounded once: by a number of the host's, torch multiplies with its reciprocal on GPUs."""
+    return total / torch.tensor(by, dtype=total.dtype, device=total.device)
 
 
 def device() -> torch.device:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import told
-from ranks import LARGE_WORLDS, TORCHRUN, device, run_fresh, run_ranks
+from ranks import LARGE_WORLDS, TORCHRUN, device, divided, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce as ops
@@ -27,7 +27,7 @@ def expected(parts, op="sum"):
     total = parts[0].float()
     for part in parts[1:]:
         total = torch.maximum(total, part.float()) if op == "max" else total + part.float()
-    return (total / len(parts) if op == "avg" else total).to(parts[0].dtype)
+    return (divided(total, len(parts)) if op == "avg" else total).to(parts[0].dtype)
 
 
 def context(group):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fuzz_calls import DTYPES, SIZES, SPECIAL, W_KINDS, X_KINDS, Layout, layouts, product
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import rows_slice, run_ranks
+from ranks import divided, rows_slice, run_ranks
 from test_fuzz import equal, fuzz
 from test_trees import MACHINES, machine
 
@@ -110,7 +110,7 @@ class Step:
         if self.how == "max":
             return parts.amax(0)  # of NaN it is NaN
         total = parts.sum(0)
-        return (total.float() / self.world).to(getattr(torch, self.dtype)).double() if self.how == "avg" else total
+        return divided(total.float(), self.world).to(getattr(torch, self.dtype)).double() if self.how == "avg" else total
 
 
 @st.composite

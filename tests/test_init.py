@@ -61,6 +61,20 @@ def test_local_rank_is_a_gpu(monkeypatch, local_rank, takes):
         assert world._local_gpu() == takes
 
 
+SHARING = (("2", "3", 1), ("2", "2", 1), ("2", "1", 0), ("2", "4", "below 4"), ("0", "0", "above 0"))
+
+
+@pytest.mark.parametrize(("sharing", "local_rank", "takes"), SHARING)
+def test_ranks_that_share_a_gpu(monkeypatch, sharing, local_rank, takes):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("FLUXLIKE_RANKS_PER_GPU", sharing)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if isinstance(takes, str):
+        refuses(world._local_gpu, ValueError, takes)
+    else:
+        assert world._local_gpu() == takes
+
+
 def elsewhere(group, schedules):
     """A default device is for what a program makes itself: here "meta", as "cuda" would be beside what we hold on the CPU.
 

@@ -79,7 +79,7 @@ def test_what_the_caller_exported_reaches_the_program_as_it_was(tmp_path):
 CHECKS = [f"{nodes} {tool}" for nodes in (1, 2) for tool in ("memcheck", "racecheck", "synccheck")]
 
 
-@pytest.mark.parametrize("case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "some tests"))
+@pytest.mark.parametrize("case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "some tests"))
 def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for two GPUs."""
     if case == "not found" and os.path.exists("/usr/local/cuda/bin/compute-sanitizer"):
@@ -87,7 +87,7 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     sanitizer = (home / "bin" if case == "found in CUDA_HOME" else tmp_path) / "compute-sanitizer"
-    gpus = "GPU 0: a" if case == "one GPU" else "GPU 0: a\nGPU 1: b"
+    gpus = "GPU 0: a" if case.startswith("one GPU") else "GPU 0: a\nGPU 1: b"
     fails = "*synccheck" if case == "faults" else "nothing"
     python = f"""case "$2" in
       torch.distributed.run) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
@@ -100,6 +100,7 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
             (tmp_path / name).chmod(0o700)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
     env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_HOME": str(home), "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    env |= {"FLUXLIKE_RANKS_PER_GPU": "2"} if case == "one GPU for two" else {}
     command = ["bash", "scripts/test.sh", "gpu", *(["-k", "some"] if case == "some tests" else [])]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == (case == "faults"), done.stdout + done.stderr

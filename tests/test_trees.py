@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TORCHRUN, device, run_ranks
+from ranks import TORCHRUN, device, divided, run_ranks
 
 import fluxlike
 from fluxlike.ops import exchange, trees
@@ -67,7 +67,7 @@ def in_order(parts, plan, op, block):
 
     cuts = [slice(start, start + block) for start in range(0, parts[0].numel(), block)]
     whole = torch.cat([total(plan[i % len(plan)], plan[i % len(plan)].root, cut) for i, cut in enumerate(cuts)])
-    return (whole / len(parts) if op == "avg" else whole).to(parts[0].dtype)
+    return (divided(whole, len(parts)) if op == "avg" else whole).to(parts[0].dtype)
 
 
 def reduces(group, names, dtypes):

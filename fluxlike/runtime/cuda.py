@@ -247,7 +247,9 @@ class CudaExecutor:
         #: Of each thread, whether the driver knows its context there.
         self._threads = threading.local()
         properties = torch.cuda.get_device_properties(device)
-        self.programs = properties.multi_processor_count
+        #: Of a kernel's grid. Ranks that share a GPU leave room on it: copies inside of a GPU are kernels, for which those that
+        #: fill it do wait.
+        self.programs = max(1, properties.multi_processor_count // env.ranks_per_gpu())
         self.capability = (properties.major, properties.minor)
         if self.capability < (8, 0):
             raise RuntimeError(

@@ -23,6 +23,7 @@ TABLE = (
     Variable("FLUXLIKE_TOPOLOGY", "", "how the GPUs are linked: a preset or a JSON file, see docs/topology.md; default: detected"),
     Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
     Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
+    Variable("FLUXLIKE_RANKS_PER_GPU", "1", "ranks that share a GPU, to run more ranks than there are GPUs, see docs/one_gpu.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
@@ -81,6 +82,13 @@ def torch_products() -> bool:
     return _switch("FLUXLIKE_TORCH_PRODUCTS")
 
 
+def _count(name: str) -> int:
+    text = get(name)
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name}={text!r} is not a whole number above 0; unset it for {_BY_NAME[name].default}")
+    return int(text)
+
+
 def tune() -> str:
     """FLUXLIKE_TUNE, checked: "off", "cached" or "on"."""
     text = get("FLUXLIKE_TUNE")
@@ -107,10 +115,12 @@ def tree_array_bound() -> int:
 
 def virtual_nodes() -> int:
     """FLUXLIKE_VIRTUAL_NODES, checked."""
-    text = get("FLUXLIKE_VIRTUAL_NODES")
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"FLUXLIKE_VIRTUAL_NODES={text!r} is not a whole number above 0; unset it for 1")
-    return int(text)
+    return _count("FLUXLIKE_VIRTUAL_NODES")
+
+
+def ranks_per_gpu() -> int:
+    """FLUXLIKE_RANKS_PER_GPU, checked."""
+    return _count("FLUXLIKE_RANKS_PER_GPU")
 
 
 def cache_dir() -> Path:

@@ -265,6 +265,9 @@ def _init_torch(heap: str) -> None:
     on_gpus = heap != "shm" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(_local_gpu())
+        if env.ranks_per_gpu() > 1:
+            # NCCL refuses two ranks of one host on one GPU. Told that they are on hosts of their own, it goes by sockets.
+            os.environ.setdefault("NCCL_HOSTID", f"fluxlike rank {os.environ['RANK']}")
     # torchrun's store outlives the group, and what the ranks of an earlier one said of where they are reached is still in it
     store, rank, size = next(iter(rendezvous("env://")))
     store = dist.PrefixStore(f"fluxlike.init {next(_groups_made)}", store)  # type: ignore[attr-defined]
@@ -278,13 +281,15 @@ def _init_torch(heap: str) -> None:
 
 def _local_gpu() -> int:
     """LOCAL_RANK, which the launcher sets, checked."""
-    text, gpus = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
-    if not text.isdecimal() or int(text) >= gpus:
+    text, gpus, sharing = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count(), env.ranks_per_gpu()
+    if not text.isdecimal() or int(text) >= gpus * sharing:
+        count = f"{gpus}, the GPUs that torch sees here" if sharing == 1 else f"{gpus * sharing}, {sharing} for each of {gpus} GPUs"
         raise ValueError(
-            f"LOCAL_RANK={text!r} is not a whole number below {gpus}, the GPUs that torch sees here; start one process a GPU, as "
-            "scripts/launch.sh and torchrun do, and look at CUDA_VISIBLE_DEVICES; or use fluxlike.init(heap='shm') with CPU tensors"
+            f"LOCAL_RANK={text!r} is not a whole number below {count}; start one process a GPU, as scripts/launch.sh and torchrun "
+            "do, and look at CUDA_VISIBLE_DEVICES; FLUXLIKE_RANKS_PER_GPU lets ranks share a GPU, for tests; or use "
+            "fluxlike.init(heap='shm') with CPU tensors"
         )
-    return int(text)
+    return int(text) // sharing
 
 
 def current() -> World:
