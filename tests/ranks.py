@@ -332,6 +332,8 @@ class _Torchrun:
         import fluxlike
 
         os.environ.setdefault("FLUXLIKE_TIMEOUT_S", TIMEOUT_S)
+        if RANKS_PER_GPU > 1:  # a GPU has no links to itself, over which trees could be planned
+            os.environ.setdefault("FLUXLIKE_TOPOLOGY", f"nvswitch-{os.environ['WORLD_SIZE']}")
         fluxlike.init(heap=os.environ.get("FLUXLIKE_TEST_HEAP", "auto"))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Every rank makes every group, in this order, whether it is a member or not.

@@ -114,8 +114,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
-    else:
+        torch.cuda.set_device(rank // env.ranks_per_gpu())
+    if torch.cuda.device_count() < ranks:
         os.environ["FLUXLIKE_TOPOLOGY"] = os.environ.get("FLUXLIKE_TOPOLOGY") or "nvswitch-2"
     fluxlike.init(heap_bytes=64 << 20)
     device, heap, nodes = world.current().device, world.current().executor.name, env.virtual_nodes()

@@ -100,7 +100,7 @@ def planned(size: int, gpus: Sequence[int]) -> tuple[list[Tree], list[Tree]]:
     if size == 1:
         return [Tree(0, [], [])], [Tree(0, [], [])]
     matrix: LinkMatrix = current()
-    if len(matrix) >= size and max(gpus) < len(matrix):
+    if len(set(gpus)) == size and max(gpus) < len(matrix):  # ranks that share a GPU take the machine as it is
         matrix = matrix.part(gpus)
     if len(matrix) != size:
         matrix = current(size)  # which says what is wrong
