@@ -22,7 +22,7 @@ def both(group):
     """The block of layers, and that of styles; x whole and this rank's part of it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     mesh = DeviceMesh.from_group(group, device().type)
-    x = torch.randn(2, 4 * size, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device())
+    x = torch.randn(2, 4 * size, HIDDEN, generator=torch.Generator().manual_seed(5), device="cpu").to(device())
     return [Sharded(model(), group, 1, False), parallel(model(), mesh, shared=True)], x, x.chunk(size, 1)[rank]
 
 
