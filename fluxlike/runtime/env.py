@@ -22,8 +22,8 @@ TABLE = (
     Variable("FLUXLIKE_CACHE_DIR", "", "where tuned choices are kept; default $XDG_CACHE_HOME/fluxlike, else ~/.cache/fluxlike"),
     Variable("FLUXLIKE_TOPOLOGY", "", "how the GPUs are linked: a preset or a JSON file, see docs/topology.md; default: detected"),
     Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
-    Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
     Variable("FLUXLIKE_RANKS_PER_GPU", "1", "ranks that share a GPU, to run more ranks than there are GPUs, see docs/one_gpu.md"),
+    Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 _BY_NAME = {variable.name: variable for variable in TABLE}
