@@ -267,6 +267,12 @@ def overwritten(group):
         write(y.detach())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+    entries = torch.tensor([[0, 2], [3, 1]], device=device()), torch.ones(2, device=device())
+    table = torch.sparse_coo_tensor(*entries, (5, 4), check_invariants=False)
+    loss = torch.sparse.mm(table, leaf(torch.randn(4, 3, device=device()))).sum()
+    fluxlike.sparse_all_reduce_(table, group=group)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_autograd_sees_what_calls_write():

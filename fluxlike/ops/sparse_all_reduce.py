@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from ..kernels import sparse_all_reduce as kernels
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
@@ -316,6 +317,7 @@ def sparse_all_reduce_(
     # indices and values are inference tensors where x is one, and only there
     with torch.inference_mode(isinstance(x, torch.Tensor) and x.is_inference()):
         x.data = _call(x, op, group, mode, ctx, max_nnz, wire_dtype)
+        increment_version(x)  # autograd, which may have saved it, does not see that it has other entries
     return x
 
 

@@ -64,7 +64,8 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     if bias is not None:
         readable(op, "bias", bias, 1, device)
     if x.dtype not in DTYPES:
-        raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use x.to(torch.bfloat16)")
+        remedy = "a product for the real and one for the imaginary part" if x.is_complex() else "x.to(torch.bfloat16)"
+        raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
     no_tangents(op, [("x", x), ("weight", weight), ("bias", bias)])
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
