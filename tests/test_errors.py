@@ -1,7 +1,9 @@
 """What goes wrong is said: the kind of error, the value, the remedy; and afterwards the process still works."""
 
+import copy
 import inspect
 import os
+import pickle
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -127,6 +129,8 @@ def bad_calls(group):
         refuses(partial(ag_gemm, shard, [], ag), ValueError, "0 weights", "at least one")
         refuses(partial(ag_gemm, shard, [w, w], ag, bias=[None]), ValueError, "2 weights", "1 biases")
     works(group, alone, ag)
+    refuses(lambda: copy.deepcopy({"ctx": ag}), TypeError, "AGGemmContext", "cannot be copied")
+    refuses(lambda: pickle.dumps(alone), TypeError, "GemmRSContext", "state_dict")
     alone.close()
     ag.close()
     refuses(lambda: fluxlike.gemm_rs(x, w, alone), RuntimeError, "gemm_rs", "closed", "create_gemm_rs_context")

@@ -415,6 +415,9 @@ def forwards(group):
     assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
     with pytest.raises(TypeError, match="cannot be copied or pickled; make another one, and load the state_dict of this one"):
         copy.deepcopy(table)
+    with pytest.raises(ValueError, match=r"would become torch\.float16; make it with dtype=torch\.float16, or close it first"):
+        nn.Sequential(table).half()
+    assert table.weight.dtype == table.float().weight.dtype == torch.float32
     table.eval()(ids)  # as one rank alone may do it
     assert table.context._pending is None
     table.train()

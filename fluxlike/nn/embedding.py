@@ -1,6 +1,7 @@
 """An embedding with sparse gradients, whose ids go to the other ranks in the forward pass."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,16 @@ class Embedding(nn.Embedding):
                 most = f"max_ids={self.context.rows}; make the Embedding with a larger max_ids"
                 refuse(self.context.control, f"Embedding: {kept.numel()} ids are more than {most}")
             self.context.start_indices(kept)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `half` and the like do, unless the context would not fit the weight that they make."""
+        dtype = fn(self.weight.detach()[:0]).dtype
+        if not self.context.closed and dtype != self.context.dtype:
+            raise ValueError(
+                f"fluxlike.nn.Embedding: its memory that the ranks share is for {self.context.dtype}, and its weight would become "
+                f"{dtype}; make it with dtype={dtype}, or close it first"
+            )
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

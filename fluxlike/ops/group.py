@@ -54,7 +54,17 @@ class Making(type):
             return super().__call__(*args, **named)
 
 
-class GroupContext(metaclass=Making):
+class Shared(metaclass=Making):
+    """What has memory that ranks share: a copy of it would write where it does, with signals of its own."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has memory that the ranks share, so it cannot be copied or pickled; make another one for the "
+            "copy, and of a module that holds one copy the state_dict"
+        )
+
+
+class GroupContext(Shared):
     """Memory and signals of one operation on one group.
 
     Attributes for people and tests: ``last_path`` (how the last call was made), ``stats`` (calls, kernel launches, those of them
