@@ -214,7 +214,10 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", metavar="DIR", help="write the losses there, as JSON and as a picture")
     try:
-        status = main(parser.parse_args())
+        args, size = parser.parse_args(), dist.get_world_size()
+        if any(n % size for n in (args.heads // 2, args.inner, args.vocabulary, args.tokens)):
+            parser.error(f"half of --heads, --inner, --vocabulary and --tokens must be multiples of the {size} ranks; pass others")
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)
