@@ -170,6 +170,16 @@ def test_what_is_no_record_is_told_with_its_name(content, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"tune: {path} is no record of bench")
 
 
+def test_two_records_of_one_shape(tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    eager, graph = (ROOT / "docs" / "measured" / f"2026-11-22-gemm_rs-headline-R4{mode}.json" for mode in ("", "-graph"))
+    out = tmp_path / "table.json"
+    assert tune.main(["from-records", str(eager), str(graph), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"{graph} and {eager} both have 8192x8192x28672; give one record of each shape" in said and not out.exists()
+
+
 def test_a_method_without_a_time_in_a_record(tmp_path):
     """Bench writes null for the times of what was wrong or failed."""
     from fluxlike.tools import tune

@@ -183,8 +183,11 @@ MISSED = 1.1
 
 
 def from_records(records: Sequence[Path], out: Path) -> int:
-    """Write the table of the faster schedule of each shape; the number of shapes. ValueError names a record that is no use."""
-    entries: list[Entry] = []
+    """Write the table of the faster schedule of each shape; the number of shapes.
+
+    ValueError names a record that is no use, and two of one shape: which of them counts is not for their order to say.
+    """
+    found: dict[choice.Problem, tuple[Path, Entry | None]] = {}
     machines, sources, measured = set(), [], {}
     for path in records:
         with told(path):
@@ -196,14 +199,24 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             machines.add(machine)
             sources.append(path.name)
             measured = {"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]}
-            found = (_recorded(data, shape, machine) for shape in data["shapes"])
-            entries += [entry for entry in found if entry is not None]
+            made = {_problem(data, shape, machine): _recorded(data, shape, machine) for shape in data["shapes"]}
+        for problem, entry in made.items():
+            if problem in found:
+                shape = f"{problem.m}x{problem.n}x{problem.k}"
+                raise ValueError(f"{path} and {found[problem][0]} both have {shape}; give one record of each shape")
+            found[problem] = path, entry
     if len(machines) != 1:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
     out.unlink(missing_ok=True)
+    entries = [entry for _, entry in found.values() if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
     tuned.store(machines.pop(), entries, out, software=measured, source=sources, about=about)
     return len(entries)
+
+
+def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> choice.Problem:
+    dtype, sizes = getattr(torch, data["dtype"]), (shape["m"], shape["n"], shape["k"])
+    return choice.Problem(data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, *sizes)
 
 
 def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> Entry | None:
@@ -215,10 +228,7 @@ def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> 
     times = {name: ms["median"] for name, ms in measured.items() if ms}  # none of what was wrong or failed
     if "copy_engine" not in times or len(times) < 2:
         return None
-    dtype = getattr(torch, data["dtype"])
-    problem = choice.Problem(
-        data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, shape["m"], shape["n"], shape["k"]
-    )
+    problem = _problem(data, shape, machine)
     possible = choice.usuals(problem)
     options = [option for option in possible if option.transport in times]
     best = min((option.transport for option in options), key=lambda name: times[name])
