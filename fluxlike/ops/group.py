@@ -55,13 +55,33 @@ class Making(type):
 
 
 class Shared(metaclass=Making):
-    """What has memory that ranks share: a copy of it would write where it does, with signals of its own."""
+    """What the ranks of a group have memory in common for, until it is closed: on one node, or on several."""
+
+    #: The ranks of the group, as the world counts them, and this one's place among them.
+    group_ranks: list[int]
+    rank: int
+
+    def close(self) -> None:
+        """Collective, and harmless when called again."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"{type(self).__name__} has memory that the ranks share, so it cannot be copied or pickled; make another one for the "
             "copy, and of a module that holds one copy the state_dict"
         )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close it. What that finds out is raised, or logged beside the error that is on its way."""
+        try:
+            self.close()
+        except (ValueError, PeerTimeout) as problem:  # a mismatch, or what the last calls came to
+            if error is None:
+                raise
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], problem)
 
 
 class GroupContext(Shared):
@@ -401,12 +421,6 @@ class GroupContext(Shared):
         """Give up what is not memory of the heap; the device is done."""
         self._plans.clear()  # they know this context, which shall go with its last user and not wait for the garbage collector
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        leave(self, error)
-
 
 class _Begun:
     """See `GroupContext.begun`."""
@@ -422,16 +436,6 @@ class _Begun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self._context._broken(error)
-
-
-def leave(context: Any, error: BaseException | None) -> None:
-    """Close it at the end of a ``with``. What that finds out is raised, or logged beside the error that is on its way."""
-    try:
-        context.close()
-    except (ValueError, PeerTimeout) as problem:  # a mismatch, or what the last calls came to
-        if error is None:
-            raise
-        world.log.warning("rank %d: %s", context.group_ranks[context.rank], problem)
 
 
 _by_ctl: dict[int, GroupContext] = {}

@@ -36,7 +36,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import keeping, validate
 from .exchange import Compiled
-from .group import Shared, leave
+from .group import Shared
 from .messages import messages
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
@@ -197,12 +197,6 @@ class NodesContext(Shared):
         self.inner.close()
         if unseen is not None:
             raise unseen
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        leave(self, error)
 
 
 class _Call:
