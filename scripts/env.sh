@@ -108,7 +108,8 @@ ensure_venv() (
   venv_ready || make_venv
 )
 
-# find_python [MODULE...]: sets fx_gpus, fx_places (how many ranks the GPUs are for), and fx_python to one that has torch, Triton, NVSHMEM where there are GPUs, and the modules.
+# find_python [MODULE...]: sets fx_gpus, fx_places, how many ranks they are for, and fx_python to one that has torch, Triton, NVSHMEM
+# where there are GPUs, and the modules.
 find_python() {
   local fx_needs=(torch triton numpy "$@")
   [[ ${FLUXLIKE_RANKS_PER_GPU:-1} =~ ^[1-9][0-9]*$ ]] || die "FLUXLIKE_RANKS_PER_GPU=$FLUXLIKE_RANKS_PER_GPU is not a positive number."

@@ -376,6 +376,11 @@ def test_words_that_the_executor_writes(driver, monkeypatch):
         executor.write(8, 1)
 
 
+def alone(**more):
+    """What an executor starts with, of one rank."""
+    return SimpleNamespace(nodes=[[0]], ranks=[0], rank=0, gather=lambda said, what: [said], **more)
+
+
 def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
     """The driver does not know the context of a new thread, if the device is the one on which threads start; once is enough."""
     calls = []
@@ -389,8 +394,8 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
     executor = object.__new__(cuda.CudaExecutor)
-    executor.device, executor._threads = torch.device("cuda", 0), threading.local()
-    executor.start(SimpleNamespace(nodes=[[0]]))
+    executor.device, executor.gpu, executor._threads = torch.device("cuda", 0), "GPU-a", threading.local()
+    executor.start(alone())
 
     def use():
         for _ in range(2):
@@ -413,8 +418,8 @@ def test_launches_that_block_are_told_of(driver, monkeypatch, caplog, value, siz
     monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
     executor = object.__new__(cuda.CudaExecutor)
-    executor.device, executor._threads = torch.device("cuda", 0), threading.local()
-    executor.start(SimpleNamespace(nodes=[[0]], rank=0, size=size))
+    executor.device, executor.gpu, executor._threads = torch.device("cuda", 0), "GPU-a", threading.local()
+    executor.start(alone(size=size))
     assert ("CUDA_LAUNCH_BLOCKING is set" in caplog.text) == told
 
 

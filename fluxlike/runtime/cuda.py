@@ -233,6 +233,21 @@ def _is_profiled() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
+def check_places(ranks: Sequence[int], said: Sequence[tuple[str, int]]) -> None:
+    """ValueError if more ranks are on a GPU than FLUXLIKE_RANKS_PER_GPU; ``said``: of each the GPU, and that."""
+    gpus, most = [gpu for gpu, _ in said], said[0][1]
+    for rank, (gpu, theirs) in zip(ranks, said, strict=True):
+        if theirs != most:
+            raise ValueError(f"FLUXLIKE_RANKS_PER_GPU is {most} on rank {ranks[0]} and {theirs} on rank {rank}; set one on all")
+        if gpus.count(gpu) > most:
+            together = [other for other, its in zip(ranks, gpus, strict=True) if its == gpu]
+            raise ValueError(
+                f"ranks {together} are on one GPU ({gpu}), and FLUXLIKE_RANKS_PER_GPU is {most}; call "
+                "torch.cuda.set_device(LOCAL_RANK) before fluxlike.init, or, for tests with fewer GPUs than ranks, set "
+                f"FLUXLIKE_RANKS_PER_GPU={len(together)}"
+            )
+
+
 class CudaExecutor:
     """One GPU: where kernels are launched and what the context needs of the device."""
 
@@ -250,7 +265,7 @@ class CudaExecutor:
         #: Of a kernel's grid. Ranks that share a GPU leave room on it: copies inside of a GPU are kernels, for which those that
         #: fill it do wait.
         self.programs = max(1, properties.multi_processor_count // env.ranks_per_gpu())
-        self.capability = (properties.major, properties.minor)
+        self.capability, self.gpu = (properties.major, properties.minor), str(properties.uuid)
         if self.capability < (8, 0):
             raise RuntimeError(
                 f"{properties.name} has compute capability {properties.major}.{properties.minor}; fluxlike needs 8.0 or newer "
@@ -264,6 +279,7 @@ class CudaExecutor:
                 "copies that are queued behind it, so these calls end in PeerTimeout; unset it, or make contexts with "
                 "schedule='in_kernel'"
             )
+        check_places(control.ranks, control.gather((self.gpu, env.ranks_per_gpu()), "fluxlike.init: GPUs"))
         self.one_host = len(control.nodes) == env.virtual_nodes()
         nvshmem.start(self.device, control, self.one_host)
         self._context, self._threads.known = driver.context(), True
