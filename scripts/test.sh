@@ -13,7 +13,8 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
                                                  over J pytests side by side, which compile side by side, and after them those tests
                                                  that stand none beside them; without arguments then those that end processes, and
                                                  every kernel under compute-sanitizer, on two GPUs, where that is installed. What is
-                                                 behind a test that failed runs in new processes, unless -x is given
+                                                 behind a test that failed runs in new processes, unless -x is given. With fewer
+                                                 GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
 
 Paths among the arguments are relative to the root of the repository.
 EOT
