@@ -138,6 +138,19 @@ def test_what_cannot_be_emulated():
         )
 
 
+def timed(group):
+    """What a call took, where rank 1 takes longer."""
+    late = torch.distributed.get_rank(group) == 1
+    x, machine = torch.ones(4), object.__new__(links.Emulation)
+    with mock.patch.object(links.fluxlike, "all_reduce", lambda y, algo: time.sleep(0.3 * late) or y):
+        return machine.call(x, "bulk", x)
+
+
+def test_a_call_takes_as_long_as_the_slowest_rank():
+    first, *others = ranks.run_ranks(timed, 4)
+    assert first >= 0.3 and set(others) == {first}
+
+
 # the kernels
 
 
@@ -174,7 +187,10 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
                 flags = 8 / exchange.BULK
                 assert max(map(max, table)) <= row.busiest_bytes <= max(map(max, table)) * (1 + 1.01 * flags), (name, row)
                 assert row.emulated_us >= 0.5 * row.paper_us, "the links were not slow"
+                assert row.slowdown == pytest.approx(row.interpreter_s / (0.25 * row.paper_us * 1e-6))
     written = json.loads(out.read_text())
+    (row,) = written["rows"]
+    assert row["slowdown"] == pytest.approx(row["interpreter_s"] / (row["paper_us"] * 1e-6)), "--share is not 1"
     assert [(row["topology"], row["algo"], row["nbytes"]) for row in written["rows"]] == [("nvswitch-4", "tree", 1024)]
     assert written["protocol"]["ranks"] == 4 and written["environment"]["command"].startswith("python -m fluxlike links nvswitch-4")
 
