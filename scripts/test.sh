@@ -133,7 +133,7 @@ if [ $# -eq 0 ]; then
   fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune tune_tool bench bench_ranks bench_sparse doctor
              links public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
-  fx_computing="interpreter interpreter_language ops calls all_reduce collectives decomposed direct fuzz gemm_ar groups library
+  fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz gemm_ar groups library
              library_collectives model nn nn_states async_tp compiled_graphs sequential sparse_ahead sparse_all_reduce sparse_index
              trace trees"
   for fx_names in "$fx_compiling" "$fx_computing"; do

@@ -103,6 +103,22 @@ def places(group, algo):
         assert got[4:].isnan().all() and bool(same[4:].all()) == (algo == "bulk")
 
 
+def roots(group):
+    """The flags of a block, by the rank that writes them, after broadcasts of two roots."""
+    for root in (0, 1, 0, 1, 1):
+        fluxlike.broadcast(torch.ones(5, device=device()), root, group, "bulk")
+    ctx = context("broadcast", group)
+    ctx.check()
+    return ctx.flags.view(dist.get_world_size(group), -1)[:, 0].tolist()
+
+
+def test_no_two_roots_write_one_flag():
+    """The flag of one could come behind that of the next, and set it back: stores to two ranks are in no order."""
+    counts = run_ranks(roots, 3)
+    last = max(map(max, counts))
+    assert counts[0][1] == counts[2][1] == last and counts[1][0] == counts[2][0] == last - 2
+
+
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_places(algo):
     run_ranks(places, 2, algo=algo)

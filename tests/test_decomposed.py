@@ -168,6 +168,7 @@ class Event:
 
 def lanes_of(monkeypatch):
     streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     executor.device, executor._lanes = torch.device("cuda", 0), {}
     lanes = executor.lanes("a group's")
     assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams

@@ -17,7 +17,8 @@ where P programs are launched.
 
 Memory, on the heap of each rank: two sets, by the parity of the call, of ROWS rows [capacity] of blocks. SCATTER takes from each
 source into a row of its own; GATHER from each owner into a row behind those, ROOTED into one row. There is such memory for
-words and for elements; the flags, as they only grow, have the rows and no sets.
+words and for elements; the flags, as they only grow, have no sets, but a row for each rank that writes them, ROOTED, too: of two
+roots, one after the other, the first one's flag may come behind the second one's, and would set it back.
 
 Of one tensor, the part of rank d begins at d · ``chunk``. A list (of all_reduce) has a ``table`` of int64: addresses of the inputs
 [T], of the results [T], their elements [T], then for each block the number of its tensor [G] and its first element there [G]. So
@@ -236,7 +237,7 @@ def exchange_bulk_kernel(
             for step in tl.static_range(1, R):
                 there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
                 tl.store(tl.multiple_of(there + at, 16), reduced)
-            publish_set_to_all(flags + number * capacity + block, epoch, ctl, rank, R, S)  # (B)
+            publish_set_to_all(flags + (results + rank) * capacity + block, epoch, ctl, rank, R, S)  # (B)
         result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
         tl.store(result + at, reduced, mask=at < left)
     if GATHER:
@@ -244,7 +245,7 @@ def exchange_bulk_kernel(
             owner = owner_at(step, rank, root, R, ROOTED)
             number = results + (0 if ROOTED else owner)
             for block in range(program, others, programs):
-                slot, flag = here + number * row + block * B, flags + number * capacity + block
+                slot, flag = here + number * row + block * B, flags + (results + owner) * capacity + block
                 reduced = pull(slot, flag, epoch, ctl, rank, WAIT_RESULT, owner, R, B)  # (B)
                 result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 tl.store(result + at, reduced, mask=at < left)

@@ -3,8 +3,9 @@
 What all contexts share, failure and closing among it, is in `group`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import PLANS, Compiled, GroupContext, Prepared
+from .group import Compiled, GroupContext, Prepared
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -75,7 +76,8 @@ class Context(GroupContext):
         self._used: choice.Choice | None = None
         self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
         self.use(None)
-        self._copies: dict[Hashable, int] = {}
+        #: How many copies each queue makes: where a graph repeats them, nobody counts. A queue is there as long as its plan.
+        self._copies: MutableMapping[Callable[[], None], int] = WeakKeyDictionary()
         #: What the kernels of the calls write their times to (`trace.begin`); None: they are compiled without.
         self.trace: Trace | None = None
         self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
@@ -142,7 +144,8 @@ class Context(GroupContext):
     ) -> None:
         """``launch`` and ``then``, with the copies that ``queue`` queues beside them; the copies may wait for ``launch`` only.
 
-        They are the same ones whenever ``key`` is the same, in this context's memory; None for copies of a caller's tensor.
+        They are the same ones whenever ``key`` is the same, then by the same ``queue``, in this context's memory; None for copies
+        of a caller's tensor.
         """
 
         def stuck(seconds: float) -> Exception | None:
@@ -153,9 +156,7 @@ class Context(GroupContext):
         def counted() -> None:
             before = self.stats["copies"]
             queue()
-            if len(self._copies) > 16 * PLANS:
-                self._copies.clear()
-            self._copies[key] = self.stats["copies"] - before
+            self._copies[queue] = self.stats["copies"] - before
 
         if self.trace is not None:
             self.trace.copies.clear()
@@ -166,7 +167,7 @@ class Context(GroupContext):
         except BaseException as error:
             self._broken(error)
             raise
-        self.stats["copies"] = before + self._copies[key]
+        self.stats["copies"] = before + self._copies[queue]
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
         """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""

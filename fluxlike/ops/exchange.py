@@ -101,7 +101,8 @@ class ExchangeContext(EpochContext):
     def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
         """Collective."""
         self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
-        regions = {"slots": 2 * rows * words * WORDS * 4, "flags": rows * bulk * 8, "data": 2 * rows * bulk * BULK}
+        flags = (kind.scatter + kind.gather) * control.size * bulk
+        regions = {"slots": 2 * rows * words * WORDS * 4, "flags": flags * 8, "data": 2 * rows * bulk * BULK}
         super().__init__(kind.name, control, regions)
         self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
         self.made(kind.name, self.watched)

@@ -121,6 +121,8 @@ class _Trials:
         self.ctx, self._make, self._sample = ctx, make, sample
         self._call = sample(ctx)
         self._cuda = ctx.device.type == "cuda"
+        #: Where `timed` looks at the clock.
+        self._there: Any = torch.cuda.device(ctx.device) if self._cuda else contextlib.nullcontext()
 
     def _everywhere(self, action: Call) -> list[float] | None:
         """What the ranks' actions return, or None if one raised: then with a new context. Collective."""
@@ -143,7 +145,8 @@ class _Trials:
     def _time(self, made: Choice, calls: int) -> float | None:
         """Seconds a call on the slowest rank, or None if it failed on one."""
         self.ctx.use(made)
-        said = self._everywhere(lambda: timed(self._call, calls, self._cuda, self.ctx.check))
+        with self._there:
+            said = self._everywhere(lambda: timed(self._call, calls, self._cuda, self.ctx.check))
         return None if said is None else max(said)
 
     def measure(self, choices: list[Choice]) -> dict[Choice, float]:

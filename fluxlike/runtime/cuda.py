@@ -1,4 +1,4 @@
-"""Launches and copies on a GPU: Triton's own launcher, and the copy engines through CUDA stream memory operations."""
+"""Launches on a GPU, by Triton and straight through the driver, its streams, and what a context needs of it."""
 
 import contextlib
 import logging
@@ -13,123 +13,14 @@ from triton import knobs
 
 from . import driver, env, nvshmem
 from .control import ControlGroup
+from .copy_engine import CudaCopyEngine, apart
 from .direct import DirectLaunch, NotKnown
 from .heap import Segment
 from .launches import Lanes, Launch
 
 log = logging.getLogger("fluxlike")
 
-#: Bytes from row to row that a 2D copy takes (CU_DEVICE_ATTRIBUTE_MAX_PITCH on every GPU so far).
-MAX_PITCH = 2**31 - 1
-#: Graphs of copies that a context keeps.
-GRAPHS = 128
 _AS_IT_IS = contextlib.nullcontext()
-
-
-class CudaCopyEngine:
-    """A side stream whose copies the GPU's copy engines do, gated by words in memory.
-
-    Memory operations between two copies go to the stream as one batch, which spares the host calls and the stream pauses.
-    ``wait`` blocks the stream until a word is at least a value: without a deadline, so it may only be a word that this
-    rank's own kernel writes (its waits are bounded, so it always ends). All addresses and values are plain numbers and are
-    frozen when a CUDA graph is captured.
-
-    Jobs that come again are queued as one graph of their own, which takes less of the host's time, if the memory that they name
-    is there as long as the engine is. A graph knows what it copies from: launched when that was freed, or is another allocation
-    at the same address, it ends the process.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        self._batch: list[bytes] = []
-        self._raw = self._stream.cuda_stream
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        self._graphs: dict[Any, int] = {}
-        self._once: set[Any] = set()
-
-    def fork(self) -> None:
-        self._batch.clear()
-        self._from = torch.cuda.current_stream(self._device)
-        self._forked.record(self._from)
-        self._stream.wait_event(self._forked)
-
-    def join(self) -> None:
-        self._flush()
-        self._joined.record(self._stream)
-        self._from.wait_event(self._joined)
-
-    def queue(self, key: Any, jobs: Callable[[], None]) -> None:
-        """Queue what ``jobs`` queues: the same for the same ``key``, in memory that lasts; None if that cannot be said."""
-        known = self._graphs.get(key)
-        if known is None or torch.cuda.is_current_stream_capturing():
-            jobs()
-            self._flush()
-        else:
-            driver.launch_graph(known, self._raw)
-
-    def remember(self, key: Any, jobs: Callable[[], None]) -> None:
-        """Jobs have been queued: when that is done for the second time, keep them as a graph.
-
-        Only then, when nothing waits for the host any more: to make a graph may take a while, or wait for the device.
-        """
-        if key is None or key in self._graphs or torch.cuda.is_current_stream_capturing():
-            return
-        if key not in self._once:
-            self._once = {*([] if len(self._once) > GRAPHS else self._once), key}
-            return
-        self._once.remove(key)
-        if len(self._graphs) >= GRAPHS:
-            self._forget(next(iter(self._graphs)))
-
-        def queue() -> None:
-            jobs()
-            self._flush()
-
-        self._graphs[key] = driver.captured(self._raw, queue)
-
-    def _forget(self, key: Any) -> None:
-        driver.destroy_graph(self._graphs.pop(key))
-
-    def close(self) -> None:
-        """Free the graphs; the device is done with them."""
-        for key in list(self._graphs):
-            self._forget(key)
-
-    def cancel(self) -> None:
-        """Nothing to do: the stream only waits for this rank's kernel, which ends."""
-
-    def wait(self, address: int, value: int) -> None:
-        """Go on once the 32-bit word at ``address`` is at least ``value``."""
-        self._batch.append(driver.wait_operation(address, value))
-
-    def write(self, address: int, value: int) -> None:
-        """Set the 32-bit word at ``address``, after and ordered behind all that was queued before."""
-        self._batch.append(driver.write_operation(address, value))
-
-    def stamp(self) -> torch.cuda.Event:
-        """The time when all that was queued before is done; for `CudaExecutor.nanoseconds`. Not for jobs that become a graph."""
-        self._flush()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
-
-    def _flush(self) -> None:
-        if self._batch:
-            driver.batch(self._raw, self._batch)
-            self._batch.clear()
-
-    def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
-        """Copy ``rows`` rows of ``width`` bytes."""
-        self._flush()
-        if pitch_to == pitch_source == width:
-            width, rows = width * rows, 1
-        if rows == 1 or pitch_source < width or max(pitch_to, pitch_source) > MAX_PITCH:
-            # row by row what a 2D copy refuses: rows that overlap, as of an expanded tensor, and rows too far apart
-            for row in range(rows):
-                driver.copy(self._raw, to + row * pitch_to, source + row * pitch_source, width)
-            return
-        driver.copy_2d(self._raw, to, pitch_to, source, pitch_source, width, rows)
 
 
 class CudaLanes(Lanes):
@@ -163,7 +54,15 @@ class CudaLanes(Lanes):
                 self._callers |= {current, torch.cuda.current_stream(self._device)}  # ids may be started on another one
 
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._other) if turn % 2 else _AS_IT_IS
+        if not turn % 2:
+            return _AS_IT_IS
+        return torch.cuda.stream(self._other) if torch.cuda.current_device() == self._device.index else self._elsewhere()
+
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Where another device is current, as in a new thread: `torch.cuda.stream` alone would make a CUDA context on that one."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._other):
+            yield
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._other)
@@ -348,6 +247,7 @@ class CudaExecutor:
         stream = torch.cuda.current_stream(self.device)
 
         def away() -> torch.Tensor:
+            torch.cuda.set_device(self.device)  # a thread begins on the first one, and would leave a CUDA context there
             with torch.cuda.stream(stream):
                 return make()
 
@@ -389,7 +289,8 @@ class CudaExecutor:
                 nvshmem.signal(address, value, pe, self._far_posts, add=False)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with apart.waits():
+            torch.cuda.synchronize(self.device)
 
     def stamp(self) -> torch.cuda.Event:
         """The time when all that the current stream holds so far is done; for `nanoseconds`."""

@@ -1,0 +1,336 @@
+"""The copy engine of a GPU, its graphs, and other streams, with stand-ins for the driver: no GPU is needed."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+
+from fluxlike.ops.context import Context
+from fluxlike.runtime import copy_engine, cuda
+from fluxlike.runtime import driver as driver_module
+
+
+class Graphs:
+    """What the copy engine asks of the driver: ``done`` is what was queued or launched, ``alive`` the graphs that are there."""
+
+    def __init__(self):
+        self.done, self.alive, self.recorded, self.made = [], {}, None, 0
+
+    def job(self, name):
+        (self.done if self.recorded is None else self.recorded).append(name)
+
+    def write_operation(self, address, value):
+        return address, value
+
+    def batch(self, stream, operations):
+        self.job(tuple(operations))
+
+    def captured(self, stream, jobs):
+        self.recorded = []
+        jobs()
+        self.made += 1
+        self.alive[self.made], self.recorded = self.recorded, None
+        return self.made
+
+    def launch_graph(self, executable, stream):
+        self.done.append(("graph", *self.alive[executable]))
+
+    def destroy_graph(self, executable):
+        del self.alive[executable]
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    made = object.__new__(copy_engine.CudaCopyEngine)
+    made.graphs, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    monkeypatch.setattr(copy_engine, "driver", made.graphs)
+    made.capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
+    return made
+
+
+def queue(engine, key, name):
+    jobs = lambda: engine.graphs.job(name)  # noqa: E731
+    engine.queue(key, jobs)
+    engine.remember(key, jobs)
+    return engine.graphs.done.pop()
+
+
+def test_copies_that_come_again_become_a_graph(engine):
+    assert [queue(engine, "a", "a") for _ in range(4)] == ["a", "a", ("graph", "a"), ("graph", "a")]
+    assert [queue(engine, None, "b") for _ in range(4)] == ["b"] * 4, "memory that may be gone was put into a graph"
+    assert len(engine.graphs.alive) == 1 and engine.graphs.done == []
+
+
+def test_no_graph_is_made_or_launched_within_a_capture(engine):
+    engine.capturing = True
+    assert [queue(engine, "a", "a") for _ in range(3)] == ["a"] * 3
+    engine.capturing = False
+    assert [queue(engine, "a", "a") for _ in range(3)] == ["a", "a", ("graph", "a")]
+    engine.capturing = True
+    assert queue(engine, "a", "a") == "a"
+
+
+def test_what_was_written_last_is_in_the_graph(engine):
+    def jobs():
+        engine.write(8, 1)
+
+    for _ in range(3):
+        engine.queue("a", jobs)
+        engine.remember("a", jobs)
+    assert engine.graphs.done == [((8, 1),), ((8, 1),), ("graph", ((8, 1),))] and engine._batch == []
+
+
+def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
+    engine._stream = "side"
+    event = SimpleNamespace(record=lambda stream: engine.graphs.job(("event", stream)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
+    engine._batch += ["write", "wait"]
+    assert engine.stamp() is event
+    assert engine.graphs.done == [("write", "wait"), ("event", "side")] and engine._batch == []
+
+
+@pytest.mark.parametrize("traced", (False, True))
+def test_traced_copies_are_not_made_a_graph(traced):
+    """Events inside of a graph have no times."""
+    keys = []
+    executor = SimpleNamespace(overlapped=lambda engine, launch, key, queue, stuck, then: (keys.append(key), queue()))
+    trace = SimpleNamespace(copies=["of the call before"]) if traced else None
+    fields = dict(trace=trace, stats={"copies": 3}, world=SimpleNamespace(executor=executor), engine=None)
+    context = SimpleNamespace(**fields, _copies=WeakKeyDictionary())
+    Context.overlapped(context, lambda: None, "key", lambda: context.stats.update(copies=context.stats["copies"] + 2))
+    assert keys == [None if traced else "key"] and context.stats["copies"] == 5
+    assert not traced or trace.copies == []
+
+
+def test_copies_of_a_graph_are_counted_whatever_else_was(engine):
+    """As where lengths vary: thousands of kinds of calls, of which one comes often enough for a graph."""
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.current, engine.fork, engine.join = contextlib.nullcontext, lambda: None, lambda: None
+    fields = dict(trace=None, stats={"copies": 0}, world=SimpleNamespace(executor=executor), engine=engine)
+    context = SimpleNamespace(**fields, _copies=WeakKeyDictionary())
+
+    def call(key, copies):
+        Context.overlapped(context, lambda: None, key, copies)
+
+    def two():
+        context.stats["copies"] += 2
+
+    for _ in range(3):
+        call("usual", two)
+    for key in range(5000):
+        call(key, lambda: context.stats.update(copies=context.stats["copies"] + 1))
+    before = context.stats["copies"]
+    call("usual", two)
+    assert "usual" in engine._graphs and context.stats["copies"] == before + 2 == 5000 + 8
+    assert len(context._copies) == 1, "counts of plans that are gone are kept"
+
+
+def test_a_graph_that_cannot_be_made_is_done_without(engine, monkeypatch, caplog):
+    """The copies of the call are queued by then: the call is as good as any."""
+
+    def captured(stream, jobs):
+        jobs()
+        engine.write(8, 1)
+        raise RuntimeError("cuStreamEndCapture failed with CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.graphs, "captured", captured)
+        assert [queue(engine, "a", "a") for _ in range(2)] == ["a", "a"]
+        assert "one by one: cuStreamEndCapture failed" in caplog.text and engine._batch == [] and engine._graphs == {}
+        engine.graphs.done.clear()
+    assert [queue(engine, "a", "a") for _ in range(3)] == ["a", "a", ("graph", "a")]
+
+
+def test_nothing_is_captured_while_a_thread_waits_for_the_device(engine, monkeypatch):
+    """Either would fail; and who captures is waited for."""
+    executor, seen = object.__new__(cuda.CudaExecutor), []
+    executor.device = torch.device("cuda", 0)
+    queue(engine, "a", "a")
+
+    def synchronize(device):
+        seen.append(queue(engine, "a", "a"))
+        seen.append(dict(engine._graphs))
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    executor.synchronize()
+    assert seen == ["a", {}]
+    assert [queue(engine, "a", "a") for _ in range(2)] == ["a", ("graph", "a")]
+    held, release = threading.Event(), threading.Event()
+
+    def captured(stream, jobs):
+        held.set()
+        assert release.wait(20)
+        return 1
+
+    monkeypatch.setattr(engine.graphs, "captured", captured)
+    queue(engine, "b", "b")
+    capturing = threading.Thread(target=lambda: queue(engine, "b", "b"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append("waited"))
+    waiting = threading.Thread(target=executor.synchronize)
+    capturing.start()
+    assert held.wait(20)
+    waiting.start()
+    waiting.join(0.2)
+    assert "waited" not in seen
+    release.set()
+    capturing.join(20)
+    waiting.join(20)
+    assert seen[-1] == "waited" and "b" in engine._graphs
+
+
+def test_graphs_are_bounded_and_freed(engine):
+    for key in range(copy_engine.GRAPHS + 3):
+        for _ in range(2):
+            queue(engine, key, key)
+    assert len(engine.graphs.alive) == len(engine._graphs) == copy_engine.GRAPHS and 0 not in engine._graphs
+    engine.close()
+    assert engine.graphs.alive == {} == engine._graphs
+
+
+class Streams:
+    """torch's streams and events, and NVSHMEM, which write down what is asked of them."""
+
+    def __init__(self, monkeypatch):
+        self.done = []
+        said = self.done.append
+
+        class Stream:
+            def __init__(self, device=None, priority=0, number=5):
+                self.cuda_stream = number
+
+            def wait_event(self, event):
+                said((self.cuda_stream, "waits for", *event.of))
+
+        class Event:
+            def record(self, stream):
+                self.of = "what", stream.cuda_stream, "holds"
+
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(number=7))
+        queued = (lambda *put: said(("put", *put)), lambda *signal: said(("signal", *signal)), "ADD", "SET")
+        monkeypatch.setattr(cuda.nvshmem, "_signals", lambda: queued)
+        monkeypatch.setattr(cuda.nvshmem, "quiet", lambda stream: said(("quiet", stream)))
+
+
+def test_copies_are_never_on_the_stream_of_the_caller(monkeypatch):
+    """Behind the kernel that waits for its peers' copies, theirs would be behind theirs. torch hands out the same streams again."""
+    streams, numbers = Streams(monkeypatch), iter((7, 7, 5))
+    plain = torch.cuda.Stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: plain(number=next(numbers)))
+    made = copy_engine.CudaCopyEngine(torch.device("cuda", 0))
+    made.fork()
+    made.join()
+    assert streams.done == [(5, "waits for", "what", 7, "holds"), (7, "waits for", "what", 5, "holds")] and made._raw == 5
+
+
+@pytest.mark.parametrize("current", (0, 1))
+def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
+    """A thread begins on the first GPU, to which `torch.cuda.stream` returns at its end, and makes a CUDA context there."""
+    Streams(monkeypatch)
+    done, devices = [], [current]
+
+    @contextlib.contextmanager
+    def on(kind, what):
+        done.append((kind, what, devices[-1]))
+        yield
+
+    @contextlib.contextmanager
+    def device(which):
+        devices.append(which.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: on("stream", stream))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda which: devices.append(which.index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    lanes = cuda.CudaLanes(torch.device("cuda", 1))
+    with lanes.of(0):
+        assert done == []
+    with lanes.of(1):
+        assert done == [("stream", lanes._other, 1)]
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor.is_capturing = torch.device("cuda", 1), lambda: False
+    assert executor.lasting(lambda: torch.ones(2)).tolist() == [1, 1]
+    assert [index for _, _, index in done] == [1, 1] and devices[-1] == 1
+
+
+def test_puts_between_what_the_current_stream_does(monkeypatch):
+    streams, used = Streams(monkeypatch), []
+    current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731
+    executor = SimpleNamespace(device=torch.device("cuda", 0), one_host=True, current=current)
+    puts = cuda.CudaPuts(executor)
+    puts.put(100, 200, 64, 300, 3)
+    puts.join()
+    puts.add(400, 3)
+    puts.quiet()
+    assert streams.done == [
+        (5, "waits for", "what", 7, "holds"),
+        ("put", 100, 200, 64, 300, 1, "ADD", 3, 5),
+        (7, "waits for", "what", 5, "holds"),
+        ("signal", 400, 1, "ADD", 3, 7),
+    ]
+    assert len(used) == 2, "NVSHMEM was called with whatever device was current"
+    executor.one_host = False
+    puts.quiet()
+    assert streams.done[4:] == [("quiet", 5), ("quiet", 7)]
+
+
+def test_ranks_of_other_nodes_are_told(monkeypatch):
+    streams = Streams(monkeypatch)
+    executor = object.__new__(cuda.CudaExecutor)
+    executor._far_posts, executor.current = 11, contextlib.nullcontext
+    executor.post_to([2, 3], 500, 9)
+    assert streams.done == [("signal", 500, 9, "SET", 2, 11), ("signal", 500, 9, "SET", 3, 11)]
+
+
+class Calls:
+    """libcuda, whose calls write down their names and end with an error where ``failing`` says so."""
+
+    def __init__(self, failing):
+        self.failing, self.names = failing, []
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.names.append(name)
+            if name == "cuGraphInstantiateWithFlags":
+                args[0]._obj.value = 9
+            return 700 if name in self.failing else 0
+
+        return call
+
+
+CAPTURE = ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy"]
+
+
+@pytest.mark.parametrize(("failing", "calls"), [(None, 4), *zip(CAPTURE, (1, 2, 4, 4), strict=True)])
+def test_a_capture_and_its_errors(failing, calls, monkeypatch):
+    """The graph is freed also if it cannot be made executable."""
+    made = Calls([failing])
+    monkeypatch.setattr(driver_module, "library", lambda: made)
+    jobs = lambda: made.names.append("jobs")  # noqa: E731
+    if failing:
+        with pytest.raises(RuntimeError, match=failing.split("WithFlags")[0].removesuffix("_v2") + " failed with CUDA error 700"):
+            driver_module.captured(3, jobs)
+        made.names.remove("cuGetErrorName")
+    else:
+        assert driver_module.captured(3, jobs) == 9
+    assert made.names == [CAPTURE[0], "jobs", *CAPTURE[1:]][: calls + (calls > 1)]
+
+
+def test_what_is_captured_raises_its_own_error(monkeypatch):
+    """And the capture is over: the stream would be of no use."""
+    made = Calls(["cuStreamEndCapture"])
+    monkeypatch.setattr(driver_module, "library", lambda: made)
+
+    def jobs():
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        driver_module.captured(3, jobs)
+    assert made.names == CAPTURE[:2]
