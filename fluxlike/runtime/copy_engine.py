@@ -66,7 +66,8 @@ class CudaCopyEngine:
         self._batch: list[bytes] = []
         self._raw = self._stream.cuda_stream
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        self._graphs: dict[Any, int] = {}
+        #: None for what could not be made one.
+        self._graphs: dict[Any, int | None] = {}
         self._once: set[Any] = set()
 
     def fork(self) -> None:
@@ -115,14 +116,17 @@ class CudaCopyEngine:
             jobs()
             self._flush()
 
+        self._graphs[key] = None
         try:
             self._graphs[key] = driver.captured(self._raw, queue)
         except RuntimeError as problem:  # as when another thread of the program waited for the device; the copies are queued
-            log.warning("copies go on being queued one by one: %s", problem)
+            log.warning("copies of a call go on being queued one by one, which takes the host longer: %s", problem)
             self._batch.clear()
 
     def _forget(self, key: Any) -> None:
-        driver.destroy_graph(self._graphs.pop(key))
+        graph = self._graphs.pop(key)
+        if graph is not None:
+            driver.destroy_graph(graph)
 
     def close(self) -> None:
         """Free the graphs; the device is done with them."""
