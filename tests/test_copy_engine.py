@@ -263,6 +263,14 @@ def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
     assert [index for _, _, index in done] == [1, 1] and devices[-1] == 1
 
 
+def test_memory_that_the_current_stream_uses_is_said_to_torch(monkeypatch):
+    Streams(monkeypatch)
+    told, executor = [], object.__new__(cuda.CudaExecutor)
+    executor.device = torch.device("cuda", 0)
+    executor.in_use(SimpleNamespace(record_stream=lambda stream: told.append(stream.cuda_stream)))
+    assert told == [7]
+
+
 def test_puts_between_what_the_current_stream_does(monkeypatch):
     streams, used = Streams(monkeypatch), []
     current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731

@@ -213,6 +213,18 @@ def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypa
     assert forked("b") == ["a"]
 
 
+@pytest.mark.parametrize("capturing", (False, True))
+def test_a_call_on_another_stream_is_behind_the_second_lane(monkeypatch, capturing):
+    """Whose caller has ordered it behind the first stream already, and cannot do more; a capture has no other edge to it."""
+    streams, lanes = lanes_of(monkeypatch)
+    streams.capturing = capturing
+    with streams.switched("a"), contextlib.ExitStack() as joined:
+        joined.enter_context(lanes.forked())
+        with streams.switched("b"):
+            joined.close()
+    assert streams.said[-2:] == [f"{name} waits for {lanes._joined.at}" for name in ("a", "b")]
+
+
 @pytest.mark.parametrize("fails", (False, True))
 def test_a_gpus_copies_are_joined_behind_what_follows(fails):
     said = []

@@ -267,6 +267,13 @@ def overwritten(group):
         write(y.detach())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+    for call in (fluxlike.gemm_rs, fluxlike.ag_gemm):  # whose weight is not kept where x has no gradient
+        weight = leaf(w)
+        y = call(x, weight, group=group)
+        with torch.no_grad():
+            weight.mul_(0.5)
+        y.sum().backward()
+        assert weight.grad.abs().sum() > 0
     entries = torch.tensor([[0, 2], [3, 1]], device=device()), torch.ones(2, device=device())
     table = torch.sparse_coo_tensor(*entries, (5, 4), check_invariants=False)
     loss = torch.sparse.mm(table, leaf(torch.randn(4, 3, device=device()))).sum()

@@ -413,6 +413,11 @@ def forwards(group):
     assert table.context._pending.ids.tolist() == [1, 2]
     x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
     assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
+    table(torch.tensor([5, 3, 1], device=device())).sum().backward()  # added to what was reduced: entries beside those of the ids
+    assert table.context._pending is None
+    x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+    assert x.indices().tolist() == [[1, 2, 5]] and x.values()[:, 0].tolist() == [2, 1, 1]
+    table.weight.grad = None
     with pytest.raises(TypeError, match="cannot be copied or pickled; make another one, and load the state_dict of this one"):
         copy.deepcopy(table)
     with pytest.raises(ValueError, match=r"would become torch\.float16; make it with dtype=torch\.float16, or close it first"):
@@ -436,6 +441,7 @@ def forwards(group):
         dist.all_reduce(right, group=group)
         x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
         assert torch.equal(x.to_dense(), right / size)
+    table.weight.grad = None
     with pytest.raises(ValueError, match="9 ids are more than max_ids=8; make the Embedding with a larger max_ids"):
         table(torch.arange(9, device=device()).where(torch.arange(9, device=device()) != 3, 0))
     table.close()

@@ -17,9 +17,9 @@ class Embedding(nn.Embedding):
     """``torch.nn.Embedding(…, sparse=True)`` for data parallelism with `fluxlike.sparse_allreduce_hook`.
 
     A forward pass that will have a gradient begins the exchange of its ids, beside what follows; the hook then sends values only.
-    If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), ids go
-    with the values, as they do in evaluation (``eval``), where nothing begins and a rank may be alone. Making it is collective over
-    ``group``, and needs fluxlike.init; `close` gives its memory back.
+    If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), or a
+    reduced gradient to which the next one is added, ids go with the values, as they do in evaluation (``eval``), where nothing
+    begins and a rank may be alone. Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Embedding(nn.Embedding):
     def _start(self, ids: torch.Tensor) -> None:
         calls = self.context.stats["calls"]
         self.context.cancel_indices()
-        if self._started_for != calls:  # the first forward pass since the last gradient was reduced
+        grad = self.weight.grad  # what comes is added to it, and reduced again with it, as by DDP without no_sync
+        kept_on = grad is not None and grad.is_sparse and grad._nnz() > 0
+        if self._started_for != calls and not kept_on:  # the first forward pass since the last gradient was reduced
             self._started_for = calls
             kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
             if kept.numel() > self.context.rows:

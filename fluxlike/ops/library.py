@@ -125,7 +125,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_na
 def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, _, ctx.group_name = inputs
     ctx.m = x.shape[0]
-    ctx.save_for_backward(x if weight.requires_grad else None, weight)
+    ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
 def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
     source = None
     if any(w.requires_grad for w in weights):
         source = output[-1] if ctx.kept else x_shard
-    ctx.save_for_backward(source, *weights)
+    ctx.save_for_backward(source, *(w if x_shard.requires_grad else None for w in weights))
 
 
 def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -187,6 +187,7 @@ class SparseAllReduceContext(EpochContext):
         pending.joined.close()
         if pending.ids is not ids:
             self._unlike.add_((pending.ids != ids).any())  # it only grows: the host may not look before a later call is right
+            self.world.executor.in_use(pending.ids)  # of another stream, perhaps, and nobody else may hold them
             self._differs.copy_(self._unlike, non_blocking=True)
         return pending
 

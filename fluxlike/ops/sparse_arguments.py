@@ -52,8 +52,8 @@ def wire_of(dtype: Any, wire: Any) -> torch.dtype:
 
 
 def countable(ranks: int, entries: int) -> None:
-    """So many entries a rank are a number that the kernels' arithmetic holds."""
-    most = min(tiling.MAX_SIZE // ranks**2 - ROW, MOST_ENTRIES)
+    """So many entries a rank are a number that the kernels' arithmetic holds: their loops go one step beyond ranks² as many."""
+    most = min(tiling.MAX_SIZE // (ranks * (ranks + 1)) - ROW, MOST_ENTRIES)
     if entries > most:
         raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
 

@@ -127,6 +127,9 @@ class CpuExecutor:
     def start(self, control: ControlGroup) -> None:
         """Nothing to start."""
 
+    def in_use(self, t: torch.Tensor) -> None:
+        """What is done with it is done."""
+
     def stop(self) -> None:
         """Nothing to stop: segments are anonymous memory."""
 

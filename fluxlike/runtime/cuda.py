@@ -50,8 +50,11 @@ class CudaLanes(Lanes):
         finally:  # also after an error: what the other stream works on may be freed
             self._joined.record(self._other)
             current.wait_event(self._joined)
+            now = torch.cuda.current_stream(self._device)
+            if now != current:  # ids may be started on another one, which the caller has ordered before this one already
+                now.wait_event(self._joined)
             if not torch.cuda.is_current_stream_capturing():
-                self._callers |= {current, torch.cuda.current_stream(self._device)}  # ids may be started on another one
+                self._callers |= {current, now}
 
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         if not turn % 2:
@@ -253,6 +256,10 @@ class CudaExecutor:
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(away).result()
+
+    def in_use(self, t: torch.Tensor) -> None:
+        """Its memory is not taken from what the current stream holds, whichever stream it was allocated on."""
+        t.record_stream(torch.cuda.current_stream(self.device))
 
     def report(self, words: int) -> torch.Tensor:
         """Host memory that a kernel can write and the host can read without synchronising."""

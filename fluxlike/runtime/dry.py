@@ -141,6 +141,9 @@ class DryExecutor:
     def prepare(self, *launch: Any) -> Launch:
         return Launch(self, *launch)
 
+    def in_use(self, t: torch.Tensor) -> None:
+        """Nothing uses it."""
+
     def copy_engine(self) -> DryEngine:
         return DryEngine()
 
