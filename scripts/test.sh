@@ -77,13 +77,13 @@ if [ "${1:-}" = gpu ]; then
     fx_at=$(mktemp "$fx_logs/at.XXXXXX") # where rank 0 writes which test it is at
     while :; do
       : >"$fx_at"
-      bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" -x --at "$fx_at" ${fx_behind[@]+"${fx_behind[@]}"} "$@" ||
+      bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" -x "--at=$fx_at" ${fx_behind[@]+"${fx_behind[@]}"} "$@" ||
         fx_code=$?
       [ "$fx_code" -ne 0 ] || return "$fx_bad"
       fx_bad=$fx_code fx_code=0
       # Ended by a signal, in front of any test, or as the caller wants it.
       if [ "$fx_bad" -gt 128 ] || [ ! -s "$fx_at" ] || [[ " $* " =~ \ (-x|--maxfail|--exitfirst) ]]; then return "$fx_bad"; fi
-      fx_behind=(--behind "$(cat "$fx_at")")
+      fx_behind=("--behind=$(cat "$fx_at")")
     done
   }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
@@ -91,7 +91,7 @@ if [ "${1:-}" = gpu ]; then
   trap 'exit 130' INT # torchrun ends as if a test had failed, behind which the others would run
   if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
-    launch -m "not alone" --shard "$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
+    launch -m "not alone" "--shard=$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
     fx_shards+=($!)
   done
   for fx_i in "${!fx_shards[@]}"; do

@@ -123,11 +123,11 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
     python = f"""case "$2" in
       torch.distributed.run)
         echo "$*" >>{tmp_path}/ran
-        while [ "$1" != --at ]; do shift; done
+        while [ "${{1#--at=}}" = "$1" ]; do shift; done
         case "$*" in
-          *"--behind {second}"*) ;;
-          *"--behind {first}"*) printf '%s' "{second}" >"$2"; exit 1 ;;
-          *) printf '%s' "{first}" >"$2"; exit 1 ;;
+          *"--behind={second}"*) ;;
+          *"--behind={first}"*) printf '%s' "{second}" >"${{1#--at=}}"; exit 1 ;;
+          *) printf '%s' "{first}" >"${{1#--at=}}"; exit 1 ;;
         esac ;;
       pytest) ;;
       *) exec {sys.executable} "$@" ;;
@@ -144,7 +144,19 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
     assert len(ran) == launches and all(" -x " in line and line.endswith(" -k some") for line in ran), ran
     parts = 3 if "--jobs" in given else 1
     for name in (first, second) if launches > 1 else ():
-        assert sum(f"--behind {name} " in line for line in ran) == parts, ran
+        assert sum(f"--behind={name} " in line for line in ran) == parts, ran
+
+
+@pytest.mark.slow
+def test_pytest_takes_what_the_gpu_tests_give_it():
+    """pytest looks for its own options' conftest.py beside whatever is a path among the arguments: it must be none of ours."""
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "FLUXLIKE_TEST_HEAP": "shared"}
+    env["PYTEST_ADDOPTS"] = "--collect-only"
+    command = ["bash", "scripts/test.sh", "gpu", "--nproc", "1", "--jobs", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # two parts side by side, those that run alone, and the one that makes its own ranks
+    assert done.stdout.count("tests collected") == 4, done.stdout
 
 
 @pytest.fixture
