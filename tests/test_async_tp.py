@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import device, ints, run_ranks
 from torch import nn
+from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fluxlike
-from fluxlike.nn import rewrite
+from fluxlike.nn import patterns
 from fluxlike.nn.async_tp import AsyncTP
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
@@ -256,6 +257,13 @@ def cast(x, w, group):
         return [F.linear(gathered(x, 0, group), w), scattered(F.linear(x, w), 0, group)]
 
 
+def padded(x, w, b=None):
+    """A product as inductor pads it where that is faster on a GPU, in all three sizes if they are no multiples of four."""
+    if b is None:
+        return pad_mm.mm_replace(x, w.T)
+    return pad_mm.addmm_replace(b, x, w.T)
+
+
 ROWS, K, N = 8, 6, 12
 #: name: (shape of x, function of x, weights w [N, K], v [N, K], u [K, N], bias b [N] and group; collectives, replaced; why not).
 GRAPHS = {
@@ -271,6 +279,17 @@ GRAPHS = {
     "autocast": ((ROWS, K), lambda x, w, v, u, b, g: cast(x, w, g), 2, 2, ""),
     "a weight and a bias with gaps": (
         (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
+    "padded by inductor": ((3, K), lambda x, w, v, u, b, g: padded(gathered(x, 0, g), w), 1, 1, ""),
+    "padded columns": ((3, K), lambda x, w, v, u, b, g: padded(gathered(x, 0, g), w[:5], b[:5]), 1, 1, ""),
+    "padded for two": (
+        (4, K), lambda x, w, v, u, b, g: [padded(y := gathered(x, 0, g), w), padded(y, v[1:], b[1:]), y], 1, 1, ""),
+    "padded, a batch": (
+        (3, 5, K), lambda x, w, v, u, b, g: padded(gathered(x, 1, g).view(-1, K), w).view(3, -1, N), 1, 1, ""),
+    "padded by the program": (
+        (4, K - 2), lambda x, w, v, u, b, g: F.pad(gathered(x, 0, g), [0, 2]) @ w.T, 1, 0, "no product takes"),
+    "padded with ones": (
+        (4, K), lambda x, w, v, u, b, g: F.pad(gathered(x, 0, g), [0, 2], value=1) @ F.pad(w, [0, 2]).T, 1, 0, "no product takes"),
+    "a part of the product": ((4, K), lambda x, w, v, u, b, g: (gathered(x, 0, g) @ w.T)[:3, :5], 1, 1, ""),
     "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
     "a bias is added before the sum is rounded": (
         (4, K), lambda x, w, v, u, b, g: halves(x, g, torch.ones_like(b).half(), None), 1, 1, ""),
@@ -297,6 +316,14 @@ GRAPHS = {
     "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
     "cast to more before": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "neither a product"),
+    "padded before": ((ROWS, K), lambda x, w, v, u, b, g: scattered(padded(x, w[:10]), 0, g), 1, 1, ""),
+    "padded before, summed": (
+        (3, ROWS, K), lambda x, w, v, u, b, g: scattered(
+            (padded(x.view(-1, K), w, b) + padded(x.view(-1, K), v)).view(3, -1, N), 1, g), 1, 1, ""),
+    "padded and used twice": (
+        (ROWS, K), lambda x, w, v, u, b, g: [scattered((y := F.pad(x, [0, 2]) @ F.pad(w[:10], [0, 2, 0, 2]).T)[:, :10], 0, g), y],
+        1, 0, "neither a product"),
+    "a part scattered": ((ROWS, K), lambda x, w, v, u, b, g: scattered((x @ w.T)[:, :5], 0, g), 1, 0, "neither a product"),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
     "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
     "several biases, some alike": (
@@ -429,7 +456,7 @@ def test_what_cannot_be_replaced_stays():
 # effects
 
 
-def ordered(group):
+def ordered(group, pad=False):
     """Calls of the pass among calls by hand, through inductor: all are made, in the order of the program, on all ranks."""
     x, w, _, u, _ = operands("rows", group)
 
@@ -440,7 +467,7 @@ def ordered(group):
 
     compilable()
     tp = AsyncTP()
-    fast = torch.compile(program, fullgraph=True, options=tp.options)
+    fast = torch.compile(program, fullgraph=True, options={**tp.options, "shape_padding": pad, "force_shape_pad": pad})
     with torch.no_grad(), calls() as made:
         after = fast(x, w, u)
     with torch.no_grad():
@@ -450,8 +477,11 @@ def ordered(group):
     return made
 
 
-def test_calls_keep_their_order_in_inductor():
-    assert run_ranks(ordered, 2) == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
+@pytest.mark.parametrize("pad", (False, True))
+def test_calls_keep_their_order_in_inductor(pad):
+    """With ``pad`` inductor pads each product of theirs that can be, which it does on GPUs only."""
+    made = run_ranks(ordered, 2, pad=pad)
+    assert made == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
 
 
 def threaded(group):
@@ -487,4 +517,4 @@ def test_a_scalar_has_no_rows():
 
     graph = make_fx(lambda x: [x.view(1), x.view(()).view(1, 1)], tracing_mode="fake")(torch.ones(1)).graph
     views = [node for node in graph.nodes if node.target is torch.ops.aten.view.default]
-    assert [rewrite.keeps_rows(view) for view in views] == [True, False, False]
+    assert [patterns.keeps_rows(view) for view in views] == [True, False, False]

@@ -24,7 +24,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .. import __version__
 from ..ops import library
 from ..runtime import world
-from . import rewrite
+from . import patterns, rewrite
 
 log = logging.getLogger("fluxlike")
 
@@ -128,7 +128,7 @@ class AsyncTP(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         gathers, scatters, products = (
             [n for n in graph.nodes if n.target in targets]
-            for targets in ([rewrite.GATHER], [rewrite.SCATTER], rewrite.PRODUCTS)
+            for targets in ([patterns.GATHER], [patterns.SCATTER], patterns.PRODUCTS)
         )
         report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
         if gathers or scatters:
@@ -147,7 +147,7 @@ class AsyncTP(CustomGraphPass):
             try:
                 report.replaced_products += work.replace(node, library.name_of(self.group) or None)
                 replaced += 1
-            except rewrite.Left as left:
+            except patterns.Left as left:
                 report.left[name] = str(left)
         return replaced
 
@@ -169,7 +169,7 @@ class AsyncTP(CustomGraphPass):
         if world.is_initialized():
             ranks.append(world.current().control.ranks)
         digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {ranks}".encode())
-        for module in (__file__, rewrite.__file__, library.__file__):
+        for module in (__file__, patterns.__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()
 

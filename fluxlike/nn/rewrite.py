@@ -11,7 +11,7 @@ order, and that is all that matters here. ag_gemm and gemm_rs have the ranks' ro
 otherwise (d > 0 and a batch), one copy brings them in order, as the cat did.
 """
 
-import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,132 +23,35 @@ from torch._higher_order_ops.effects import _EffectType, _get_effect
 from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops import library, tiling
 from ..ops.context import DTYPES
 from ..runtime import world
-
-aten, prims, c10d = torch.ops.aten, torch.ops.prims, torch.ops._c10d_functional
-with_effects = torch.ops.higher_order.with_effects
-
-RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-PRODUCTS = (aten.mm.default, aten.addmm.default)
-CAST = prims.convert_element_type.default
-GATHER, SCATTER, WAIT = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default, c10d.wait_tensor.default
-
-
-class Left(Exception):
-    """Why a collective stays as it is."""
-
-
-@dataclasses.dataclass
-class Product:
-    """``left [M, K] @ right [K, N] + bias [N]``"""
-
-    node: Node
-    left: Node
-    right: Node
-    bias: Node | None
-
-
-def value(node: Any) -> Any:
-    """The fake tensor or symbolic size that a node stands for."""
-    return node.meta["val"] if isinstance(node, Node) else node
-
-
-def shape(node: Node) -> torch.Size:
-    return value(node).shape
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are the same, for all that is known without a guard."""
-    return statically_known_true(value(a) == value(b))
-
-
-def same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def known(sizes: Sequence[Any]) -> list[int]:
-    """Sizes as a reshape takes them: -1 stands for one that is not known."""
-    found = [size if isinstance(size, int) else -1 for size in sizes]
-    if found.count(-1) > 1:
-        raise Left(f"more than one of the sizes {list(sizes)} is dynamic")
-    return found
-
-
-def arguments(node: Node) -> list[Any]:
-    """All arguments of a call in order, also those that are given by name or not at all."""
-    names = node.target._schema.arguments  # type: ignore[union-attr]
-    return [*node.args, *(node.kwargs.get(a.name, a.default_value) for a in names[len(node.args) :])]
-
-
-def in_group(collective: Node) -> tuple[list[Any], str]:
-    """The arguments of a collective, and the name of its group, which is the last of them."""
-    *given, group = arguments(collective)
-    if isinstance(group, Node):
-        raise Left("its group is an input of the graph")
-    return given, group if isinstance(group, str) else group.group_name
-
-
-def product_of(node: Any) -> Product | None:
-    if not isinstance(node, Node) or node.target not in PRODUCTS:
-        return None
-    if node.target is aten.mm.default:
-        left, right = arguments(node)
-        return Product(node, left, right, None)
-    bias, left, right, *factors = arguments(node)
-    if factors != [1, 1] or value(bias).dim() != 1 or not equal(shape(bias)[0], shape(node)[1]):
-        return None
-    return Product(node, left, right, bias)
-
-
-def keeps_rows(node: Any) -> bool:
-    """Whether a node is a reshape whose rows, of the last dimension, are those of its input."""
-    if not isinstance(node, Node) or node.target not in RESHAPES:
-        return False
-    before, after = shape(arguments(node)[0]), shape(node)
-    return len(before) > 0 and len(after) > 0 and equal(before[-1], after[-1])
-
-
-def chunks(parts: Any, ranks: int) -> tuple[Node, int] | None:
-    """The tensor and the dimension of which ``parts`` are the chunks of all ranks, in their order."""
-    if not isinstance(parts, (list, tuple)) or len(parts) != ranks:
-        return None
-    found = [_chunk(part) for part in parts]
-    if any(f is None for f in found):
-        return None
-    source, dim, _ = found[0]  # type: ignore[misc]
-    part = shape(parts[0])[dim]
-    for i, (of, along, start) in enumerate(found):  # type: ignore[misc]
-        if of is not source or along != dim or not equal(start, part * i) or not equal(shape(parts[i])[dim], part):
-            return None
-    return (source, dim) if equal(shape(source)[dim], part * ranks) else None
-
-
-def _chunk(part: Any) -> tuple[Any, Any, Any] | None:
-    """Of what a node is a part, along which dimension, and where it begins."""
-    target = getattr(part, "target", None)
-    if target == operator.getitem and part.args[0].target in SPLITS:
-        split, index = part.args
-        source, _, dim = arguments(split)
-        dim = dim % value(source).dim()
-        return source, dim, sum(t.shape[dim] for t in value(split)[:index])
-    if target is aten.slice.Tensor:
-        source, dim, start, _, step = arguments(part)
-        return (source, dim % value(source).dim(), value(start) or 0) if step == 1 else None
-    return None
-
-
-def check_writes(first: Node, last: Node) -> None:
-    """Raises Left if something is written to in place meanwhile: a call reads at one time what the graph reads at several."""
-    node = first
-    while node is not last:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            raise Left(f"{node} writes in place between {first} and {last}")
-        node = node.next
+from .patterns import (
+    CAST,
+    GATHER,
+    SCATTER,
+    SPLITS,
+    WAIT,
+    Left,
+    Product,
+    arguments,
+    aten,
+    check_writes,
+    chunks,
+    equal,
+    in_group,
+    keeps_rows,
+    known,
+    prims,
+    product_of,
+    results,
+    same,
+    shape,
+    unpadded,
+    value,
+    with_effects,
+)
 
 
 class Rewrite:
@@ -322,7 +225,7 @@ def _put_ag_gemm(
     rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
-    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
+    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.product for p in products}
     results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group)
     news = []
     for i, product in enumerate(products):
@@ -337,12 +240,12 @@ def _put_ag_gemm(
         whole.replace_all_uses_with(new)
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
-        rewrite.graph.erase_node(product.node)
+        rewrite.erase(product.nodes)
 
 
 def _users(whole: Node) -> list[Node]:
-    """What takes a tensor, itself or reshaped with its rows kept."""
-    return [u for user in whole.users for u in (_users(user) if keeps_rows(user) and user.users else [user])]
+    """What takes a tensor, itself, padded, or reshaped with its rows kept."""
+    return [u for n in whole.users for u in (_users(n) if n.users and (keeps_rows(n) or unpadded(n) is whole) else [n])]
 
 
 def _elsewhere(chain: list[Node]) -> bool:
@@ -369,15 +272,19 @@ def _gathered(gather: Node, ranks: int) -> tuple[list[Node], int]:
 
 def _products(whole: Node) -> tuple[list[Node], list[Product]]:
     """The reshapes of a tensor that keep its rows, and the products whose left side they are."""
-    views, products, look = [], [], [whole]
+    views: list[Node] = []
+    products: list[Product] = []
+    look = [whole]
     while look:
         node = look.pop()
         for user in node.users:
             if keeps_rows(user):
                 views.append(user)
                 look.append(user)
-            elif (product := product_of(user)) and product.left is node and product.right is not node:
-                products.append(product)
+                continue
+            for taker in user.users if unpadded(user) is node else [user]:
+                found = (p for result in results(taker) if (p := product_of(result)) and p.left is node and p.right is not node)
+                products += itertools.islice(found, 1)
     return views, products
 
 
@@ -433,7 +340,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     if operation == "avg" and value(source).dtype == torch.float16:
         raise Left("it is a mean in torch.float16, in which the sum behind it may overflow")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
-    check_writes(min((p.node for p in products), key=order.__getitem__), scatter)
+    check_writes(min((n for p in products for n in p.nodes), key=order.__getitem__), scatter)
     with rewrite.graph.inserting_before(scatter):
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
@@ -459,7 +366,7 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
         raise Left(f"{node} is not only scattered, but used elsewhere, too")
     if product is not None:
         products.append(product)
-        return [node]
+        return product.nodes
     path = [node]
     inputs = node.args[:1] if keeps_rows(node) else node.args
     if len(set(inputs)) < len(inputs):
