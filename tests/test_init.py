@@ -79,11 +79,14 @@ TWO_AND_ONE = [("GPU-a", 1), ("GPU-b", 1), ("GPU-a", 1)]
 TOLD = ("ranks [4, 8] are on one GPU (GPU-a)", "FLUXLIKE_RANKS_PER_GPU is 1", "set_device(LOCAL_RANK)", "FLUXLIKE_RANKS_PER_GPU=2")
 
 
-def test_ranks_on_one_gpu_that_do_not_say_so():
+def test_ranks_on_one_gpu_that_do_not_say_so(caplog):
     """As where a program does not choose its GPU: all are on the first, and kernels of one would keep out the other's copies."""
     refuses(lambda: cuda.check_places([4, 6, 8], TWO_AND_ONE), ValueError, *TOLD)
     cuda.check_places([4, 6, 8], [(gpu, 2) for gpu, _ in TWO_AND_ONE])
     cuda.check_places([4, 6], TWO_AND_ONE[:2])
+    assert not caplog.records
+    cuda.check_places([4, 6], [("GPU-a", 2), ("GPU-b", 2)])
+    assert "is 2 and each of these ranks has a GPU to itself" in caplog.text
     differ = [("GPU-a", 2), ("GPU-a", 2), ("GPU-b", 1)]
     refuses(lambda: cuda.check_places([4, 6, 8], differ), ValueError, "is 2 on rank 4 and 1 on rank 8", "set one on all")
 

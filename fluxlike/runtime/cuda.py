@@ -148,6 +148,12 @@ def check_places(ranks: Sequence[int], said: Sequence[tuple[str, int]]) -> None:
                 "torch.cuda.set_device(LOCAL_RANK) before fluxlike.init, or, for tests with fewer GPUs than ranks, set "
                 f"FLUXLIKE_RANKS_PER_GPU={len(together)}"
             )
+    if most > 1 and len(set(gpus)) == len(gpus):
+        log.warning(
+            "FLUXLIKE_RANKS_PER_GPU is %d and each of these ranks has a GPU to itself, of which kernels use 1/%d; unset it",
+            most,
+            most,
+        )
 
 
 class CudaExecutor:
