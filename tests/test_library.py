@@ -102,6 +102,38 @@ def test_gradients_of_ag_gemm(world):
     run_ranks(ag_gradients, world, cases=cases if world == 2 else cases[:3])
 
 
+def some_are_used(group):
+    """Results that nobody uses have zeros for a gradient; for what was gathered, which has none, none are made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made = []
+
+    class Zeros(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            y = op(*args, **(kwargs or {}))
+            if "zeros" in op.name():
+                made.append(tuple(y.shape))
+            return y
+
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    x, u, v = numbers((3 * size, 8), 1), numbers((4, 8), 2), numbers((6, 8), 3)
+    shard, *weights = (leaf(t) for t in (x[3 * rank : 3 * rank + 3], u, v))
+    zs, _ = fluxlike.ag_gemm(shard, weights, group=group, return_gathered=True)
+    with Zeros():
+        zs[1].sum().backward()
+    assert (3 * size, 8) not in made and made.count((3 * size, 4)) == 1, made
+    whole, right = leaf(x.double()), leaf(v.double())
+    (whole @ right.T).sum().backward()
+    same(shard.grad, (size * whole.grad).cpu()[3 * rank : 3 * rank + 3], "x")
+    same(weights[1].grad, right.grad.cpu(), "of the one that is used")
+    assert torch.equal(weights[0].grad, torch.zeros_like(u))
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_results_that_nobody_uses(world):
+    run_ranks(some_are_used, world)
+
+
 def second_derivatives(group):
     """They are refused, whatever the gradient is of; first ones that could have had them are right, and so is the rest."""
     size = dist.get_world_size(group)

@@ -184,8 +184,10 @@ def _(
 def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
     x_shard, weights, _, _, ctx.kept, ctx.group_name = inputs
     ctx.m = output[0].shape[0]
+    ctx.columns, ctx.like = [w.shape[0] for w in weights], {"dtype": x_shard.dtype, "device": x_shard.device}
     if ctx.kept:
         ctx.mark_non_differentiable(output[-1])
+        ctx.set_materialize_grads(False)  # else autograd makes zeros of its size, which nobody reads
     source = None
     if any(w.requires_grad for w in weights):
         source = output[-1] if ctx.kept else x_shard
@@ -195,7 +197,10 @@ def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
 def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     source, *weights = ctx.saved_tensors
     wants_x, wants_weights, wants_biases, *_ = ctx.needs_input_grad
-    dzs = [dz.contiguous() for dz in grads[: len(weights)]]
+    dzs = [
+        torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
+        for dz, n in zip(grads, ctx.columns, strict=False)  # behind them the one of what was gathered
+    ]
     gathered, dx = source, None
     regather = any(wants_weights) and not ctx.kept
     if wants_x:
