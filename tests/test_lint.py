@@ -333,6 +333,38 @@ def biased(x, w, flag, other, M, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: t
 
 
 @triton.jit
+def spin(flag):
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
+        tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    tma_acquire(True)
+
+
+@triton.jit
+def arriving(desc, w, flag, other, M, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """Products of tiles that arrive, in one loop. Without FIXED a later tile is asked for in front of the wait for it."""
+    k_tiles = K // BK
+    columns = tl.arange(0, BN)[None, :]
+    if FIXED:
+        for tile in tl.range(tl.program_id(0), M // BM, tl.num_programs(0), flatten=True):
+            spin(flag + tile)
+            acc = tl.zeros((BM, BN), tl.float32)
+            for k in range(k_tiles):
+                acc = tl.dot(desc.load([tile * BM, k * BK]), w.load([0, k * BK]).T, acc)
+            tl.store(other + (tile * BM + tl.arange(0, BM)[:, None]).to(tl.int64) * BN + columns, acc.to(tl.bfloat16))
+    else:
+        spin(flag)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for step in range(M // BM * k_tiles):
+            tile = step // k_tiles
+            k = step % k_tiles
+            if k == 0:
+                spin(flag + tile)
+            acc = tl.dot(desc.load([tile * BM, k * BK]), w.load([0, k * BK]).T, tl.where(k == 0, 0.0, acc))
+            if k == k_tiles - 1:
+                tl.store(other + (tile * BM + tl.arange(0, BM)[:, None]).to(tl.int64) * BN + columns, acc.to(tl.bfloat16))
+
+
+@triton.jit
 def specialised(slots, other, out, flag, M, N, K, FIXED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """On Hopper the warp specialisation deletes atomics and inline assembly behind the loop over K."""
     x = tl.make_tensor_descriptor(slots, [M, K], [K, 1], [BM, BK])
@@ -393,6 +425,12 @@ def test_a_debug_barrier_loses_the_pipeline() -> None:
     assert findings(product, True, 8, 3, spec, **TILE) == []
     lost = findings(product, False, 8, 3, spec, **TILE)
     assert "pipeline" in lost
+
+
+def test_a_later_tile_is_not_asked_for_in_front_of_its_wait() -> None:
+    tile = dict(BM=64, BN=128, BK=64)
+    assert findings(arriving, True, 4, 3, **tile) == []
+    assert findings(arriving, False, 4, 3, **tile) == ["acquire"]
 
 
 def test_a_branch_on_the_accumulator_serialises_the_products() -> None:

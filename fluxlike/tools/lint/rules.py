@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ...kernels import sync, trace
-from . import ttir
+from . import ttir, turns
 from .compiling import Built
 from .parting import overtaken, partings
 from .paths import NOTHING, Facts, Paths
@@ -334,7 +334,14 @@ def lint_built(built: Built, spec: Spec) -> list[Finding]:
         found += narrow(ptx, spec, ttir.scalars(built.ttir, "store"))
     if built.serialised:
         found.append(Finding("pipeline", 0, "", _SERIALISED.format(why=built.serialised)))
+    found += [Finding("acquire", 0, " in ".join(where), _AHEAD) for where in turns.unwaited(built.ttgir, spec.payload)]
     return [*found, *offsets(built.ttir, spec), *buffers(built.ttgir, spec), *resources(built, spec)]
+
+
+_AHEAD = (
+    "payload is asked for while an earlier turn of the loop computes, and where it lies does not come from the branch that waits: "
+    "the wait of its turn comes later; compute the place of the load beside the wait, as the body of a flattened outer loop does"
+)
 
 
 _SERIALISED = (

@@ -21,13 +21,17 @@ def scalars(ttir: str, operation: str) -> set[tuple[str, ...]]:
     return {where[:2] for line, where in _lines(ttir) if re.search(rf"\btt\.{operation}\b.* : !tt\.ptr<", line)}
 
 
-def _lines(ttir: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each line that says where it comes from, and where that is: file:line, innermost first."""
+def located(ttir: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each line, and where it comes from, if it says so: file:line, innermost first."""
     places = dict(re.findall(r"^#loc(\d*) = loc\((.*)\)$", ttir, re.MULTILINE))
     for line in ttir.splitlines():
         at = re.search(r"loc\(#loc(\d*)\)\s*$", line)
-        if at:
-            yield line, _where(at.group(1), places)
+        yield line, _where(at.group(1), places) if at else ()
+
+
+def _lines(ttir: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each line that says where it comes from."""
+    return ((line, where) for line, where in located(ttir) if where)
 
 
 def _kind(line: str) -> str | None:
