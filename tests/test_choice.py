@@ -276,6 +276,30 @@ def test_only_candidates_can_be_used():
         assert [launch.constants["BN"] for launch in launches] == [128, usual, 128]
 
 
+#: (op, M, columns of what is exchanged): the last of two nodes of eight has a row a rank less, and fits where a full one does not.
+SHORT_NODES = (("ag_gemm", 4098, 4096), ("ag_gemm", 2050, 8192), ("gemm_rs", 2338, 7168), ("gemm_rs", 3266, 5120))
+
+
+@pytest.mark.parametrize(("op", "m", "columns"), SHORT_NODES)
+def test_a_node_with_fewer_rows_has_room_for_full_chunks(op, m, columns):
+    full = -(-m // 16)
+    with dry.recording((9, 0), 16, rank=1, nodes=2) as launches:
+        for small in (64, 1024, 8192):
+            if op == "gemm_rs":
+                gemm_rs.gemm_rs(dry.tensor((m, small), BF16), dry.tensor((columns, small), BF16))
+            else:
+                ag_gemm.ag_gemm(dry.tensor((full, columns), BF16), dry.tensor((small, columns), BF16), m=m)
+        exchanges = [launch for launch in launches if launch.kernel.fn.__name__.startswith("exchange_")]
+        assert not exchanges, "the whole of a node is more than there is memory for"
+        with dry.recording((9, 0), 8) as launches:  # as many rows as the last node has, on one node: it is what auto takes
+            rows = m - 8 * full
+            if op == "gemm_rs":
+                gemm_rs.gemm_rs(dry.tensor((rows, 64), BF16), dry.tensor((columns, 64), BF16))
+            else:
+                ag_gemm.ag_gemm(dry.tensor((full - 1, columns), BF16), dry.tensor((64, columns), BF16), m=rows)
+            assert [launch for launch in launches if launch.kernel.fn.__name__.startswith("exchange_")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_tiles_for_hopper_fit_into_it(op):

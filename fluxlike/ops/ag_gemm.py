@@ -294,7 +294,7 @@ def _plan(
         return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full)
     m, k = results[0].shape[0], operands[0].shape[1]
     ld = tiling.round_up(k, 16)
-    problem = ctx.problem(m, ctx.n, k)
+    problem = ctx.problem(m, ctx.n, k, full)
     if beside:  # a push by the kernel has no product of its own to hide under
         large = full * ld * ctx.dtype.itemsize >= BESIDE_FROM
         chosen = choice.choose(problem, "copy_engine" if large else "in_kernel", {})

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import sync
-from ..kernels.tiles import cdiv
+from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import racecheck, world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
@@ -193,9 +193,15 @@ class Context(GroupContext):
         peer = next(peer for peer, place in enumerate(places) if 0 <= place < self.full.numel())
         return peer, places[peer] % tiling.MAX_SUBS
 
-    def problem(self, m: int, n: int, k: int) -> choice.Problem:
-        """A call, as far as its ranks have it in common; sizes of the whole problem."""
+    def problem(self, m: int, n: int, k: int, full: int | None = None) -> choice.Problem:
+        """A call, as far as its ranks have it in common; sizes of the whole problem.
+
+        ``full``: rows of a full chunk. Where they are more than m has a rank, as on the last of several nodes, the call is taken
+        for one of that many on each: memory is for chunks, and signals are by their place in one.
+        """
         agreed = self.tuned
+        if full is not None and full != chunk_rows(m, self.size):
+            m = full * self.size
         return choice.Problem(
             self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products
         )  # fmt: skip

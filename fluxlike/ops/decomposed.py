@@ -138,7 +138,7 @@ def _sources(rank: int, ranks: int, holding: int, merged: bool) -> list[tuple[in
 def gather(ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, queue_copies: Callable[..., None]) -> Gather:
     """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``queue_copies`` of `ops.ag_gemm`."""
     ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
-    merged = cost.gathered_beside(ctx.problem(m, ctx.n, k))
+    merged = cost.gathered_beside(ctx.problem(m, ctx.n, k, full))
     plan = Gather([], [], [], [])
     for slot, data in enumerate(ctx.data.view(2, -1)):
         slots = data[: ranks * full * ld].view(ranks * full, ld)

@@ -112,7 +112,9 @@ class ExchangeContext(EpochContext):
         table: torch.Tensor | None = None,
     ) -> Prepared:  # fmt: skip
         """A launch for "words" or "bulk", which takes tensors in place of x and y, and of a list (``tensors``) a table."""
-        kind = self.kind
+        kind, room = self.kind, self.bulk if algo == "bulk" else self.words
+        if parts.blocks > room:  # it would write over what lies behind its rows
+            raise RuntimeError(f"{kind.name}: a part has {parts.blocks} blocks, and there is room for {room}; please report it")
         constants: dict[str, Any] = dict(SCATTER=kind.scatter, GATHER=kind.gather, ROOTED=kind.rooted)
         constants |= dict(R=self.size, S=1 << (self.size - 1).bit_length(), OP=OPS[op])
         constants |= dict(MANY=table is not None, VEC=vector, MOST=MOST)

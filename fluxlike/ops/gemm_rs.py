@@ -215,7 +215,7 @@ def _plan(
         return _plan_stream_k(ctx, x, weight, bias, y, full)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     rows = y.shape[0]
-    chosen = ctx.choose(ctx.problem(m, n, ctx.k))
+    chosen = ctx.choose(ctx.problem(m, n, ctx.k, full))
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
         return sequential.plan(ctx, m, n, y, full)
