@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fluxlike
-from fluxlike.nn import patterns
+from fluxlike.nn import async_tp, patterns
 from fluxlike.nn.async_tp import AsyncTP
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
@@ -257,13 +257,6 @@ def cast(x, w, group):
         return [F.linear(gathered(x, 0, group), w), scattered(F.linear(x, w), 0, group)]
 
 
-def padded(x, w, b=None):
-    """A product as inductor pads it where that is faster on a GPU, in all three sizes if they are no multiples of four."""
-    if b is None:
-        return pad_mm.mm_replace(x, w.T)
-    return pad_mm.addmm_replace(b, x, w.T)
-
-
 ROWS, K, N = 8, 6, 12
 #: name: (shape of x, function of x, weights w [N, K], v [N, K], u [K, N], bias b [N] and group; collectives, replaced; why not).
 GRAPHS = {
@@ -279,17 +272,6 @@ GRAPHS = {
     "autocast": ((ROWS, K), lambda x, w, v, u, b, g: cast(x, w, g), 2, 2, ""),
     "a weight and a bias with gaps": (
         (4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), torch.cat([w, v], 1)[::2, ::2], b[::2]), 1, 1, ""),
-    "padded by inductor": ((3, K), lambda x, w, v, u, b, g: padded(gathered(x, 0, g), w), 1, 1, ""),
-    "padded columns": ((3, K), lambda x, w, v, u, b, g: padded(gathered(x, 0, g), w[:5], b[:5]), 1, 1, ""),
-    "padded for two": (
-        (4, K), lambda x, w, v, u, b, g: [padded(y := gathered(x, 0, g), w), padded(y, v[1:], b[1:]), y], 1, 1, ""),
-    "padded, a batch": (
-        (3, 5, K), lambda x, w, v, u, b, g: padded(gathered(x, 1, g).view(-1, K), w).view(3, -1, N), 1, 1, ""),
-    "padded by the program": (
-        (4, K - 2), lambda x, w, v, u, b, g: F.pad(gathered(x, 0, g), [0, 2]) @ w.T, 1, 0, "no product takes"),
-    "padded with ones": (
-        (4, K), lambda x, w, v, u, b, g: F.pad(gathered(x, 0, g), [0, 2], value=1) @ F.pad(w, [0, 2]).T, 1, 0, "no product takes"),
-    "a part of the product": ((4, K), lambda x, w, v, u, b, g: (gathered(x, 0, g) @ w.T)[:3, :5], 1, 1, ""),
     "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
     "a bias is added before the sum is rounded": (
         (4, K), lambda x, w, v, u, b, g: halves(x, g, torch.ones_like(b).half(), None), 1, 1, ""),
@@ -316,14 +298,6 @@ GRAPHS = {
     "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
     "cast to more before": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "neither a product"),
-    "padded before": ((ROWS, K), lambda x, w, v, u, b, g: scattered(padded(x, w[:10]), 0, g), 1, 1, ""),
-    "padded before, summed": (
-        (3, ROWS, K), lambda x, w, v, u, b, g: scattered(
-            (padded(x.view(-1, K), w, b) + padded(x.view(-1, K), v)).view(3, -1, N), 1, g), 1, 1, ""),
-    "padded and used twice": (
-        (ROWS, K), lambda x, w, v, u, b, g: [scattered((y := F.pad(x, [0, 2]) @ F.pad(w[:10], [0, 2, 0, 2]).T)[:, :10], 0, g), y],
-        1, 0, "neither a product"),
-    "a part scattered": ((ROWS, K), lambda x, w, v, u, b, g: scattered((x @ w.T)[:, :5], 0, g), 1, 0, "neither a product"),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
     "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
     "several biases, some alike": (
@@ -372,15 +346,6 @@ def by_name(graph):
             node.args, node.kwargs = node.args[:1], dict(zip(names[1:], node.args[1:], strict=False))
 
 
-class Contiguously(torch.fx.Interpreter):
-    """Runs a graph. What is scattered lies in one piece, which NCCL asks for, and inductor sees to."""
-
-    def call_function(self, target, args, kwargs):
-        if target is patterns.SCATTER:
-            args = (args[0].contiguous(), *args[1:])
-        return super().call_function(target, args, kwargs)
-
-
 def replaced(group, names):
     """What the graphs compute is what they did before; and what was found, replaced and why not is what the table says."""
     named = [name for name in ("batch", "slices", "a batch scattered") if name in names]
@@ -391,10 +356,11 @@ def replaced(group, names):
         if rename:
             by_name(module.graph)
         with torch.no_grad():
-            before = Contiguously(module).run(*(t.clone() for t in given))
+            before = module(*(t.clone() for t in given))
             tp(module.graph)
+            module.recompile()
             with calls() as made:
-                after = Contiguously(module).run(*(t.clone() for t in given))
+                after = module(*(t.clone() for t in given))
         (report,) = tp.graphs
         text = f"{name}: {tp}\n{module.graph}"
         assert (tp.found, tp.replaced) == (found, expected) and len(made) == expected, text
@@ -461,10 +427,67 @@ def test_what_cannot_be_replaced_stays():
     run_ranks(undone, 2)
 
 
+# pads
+
+
+def unaligned(group, force):
+    """Inductor pads products where a measurement of each rank's says so; here it would on rank 0 only, and on CPUs too."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    x, w, v, u = (numbers(s, i) for i, s in enumerate([(4 * size, 6), (10, 6), (10, 6), (6, 10)]))
+    leaves = [t.clone().requires_grad_() for t in (x[4 * rank : 4 * rank + 4], w, v, u)]
+
+    def program(x, w, v, u):  # what goes into the silu is kept for the backward
+        y = functional.all_gather_tensor_autograd(x, 0, group)
+        return functional.reduce_scatter_tensor_autograd((F.silu(y @ w.T) * (y @ v.T)) @ u.T, "sum", 0, group)
+
+    compilable()
+    tp = AsyncTP()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pad_mm, "check_device", lambda a, b: True)
+        patch.setattr(pad_mm, "has_triton", lambda: True)
+        patch.setattr(pad_mm, "_should_pad", lambda *args, **kwargs: force and rank == 0)
+        fast = torch.compile(program, fullgraph=True, options=tp.options)
+        y = fast(*leaves)
+        y.square().sum().backward()
+    assert (tp.found, tp.replaced) == (4, 4), str(tp)
+    plain = [t.detach().clone().requires_grad_() for t in leaves]
+    right = program(*plain)
+    right.square().sum().backward()
+    for name, got, want in zip("yxwvu", (y, *(t.grad for t in leaves)), (right, *(t.grad for t in plain)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("force", (False, True))
+def test_no_product_is_padded(force):
+    run_ranks(unaligned, 2, force=force)
+
+
+def told(group):
+    """A pass that is set for all of inductor has a word on pads, once."""
+    from torch._inductor import config
+
+    with pytest.MonkeyPatch.context() as patch:
+        said = []
+        patch.setattr(async_tp, "PADDED_ON", ("cpu", "cuda"))
+        patch.setattr(async_tp.log, "warning", lambda text, *args: said.append(text % args))
+        given = operands("rows", group)
+        for padding, words in ((False, 0), (True, 1)):
+            tp = AsyncTP()
+            with config.patch(shape_padding=padding):
+                for _ in range(2):
+                    tp(traced(GRAPHS["rows"][1], given, group).graph)
+            assert tp.replaced == 2 and len(said) == words
+    assert "torch._inductor.config.shape_padding = False" in said[0]
+
+
+def test_pads_are_warned_of():
+    run_ranks(told, 2)
+
+
 # effects
 
 
-def ordered(group, pad=False):
+def ordered(group):
     """Calls of the pass among calls by hand, through inductor: all are made, in the order of the program, on all ranks."""
     x, w, _, u, _ = operands("rows", group)
 
@@ -475,7 +498,7 @@ def ordered(group, pad=False):
 
     compilable()
     tp = AsyncTP()
-    fast = torch.compile(program, fullgraph=True, options={**tp.options, "shape_padding": pad, "force_shape_pad": pad})
+    fast = torch.compile(program, fullgraph=True, options=tp.options)
     with torch.no_grad(), calls() as made:
         after = fast(x, w, u)
     with torch.no_grad():
@@ -485,11 +508,8 @@ def ordered(group, pad=False):
     return made
 
 
-@pytest.mark.parametrize("pad", (False, True))
-def test_calls_keep_their_order_in_inductor(pad):
-    """With ``pad`` inductor pads each product of theirs that can be, which it does on GPUs only."""
-    made = run_ranks(ordered, 2, pad=pad)
-    assert made == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
+def test_calls_keep_their_order_in_inductor():
+    assert run_ranks(ordered, 2) == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
 
 
 def threaded(group):

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from .. import __version__
@@ -27,6 +28,9 @@ from ..runtime import world
 from . import patterns, rewrite
 
 log = logging.getLogger("fluxlike")
+
+#: Devices for which inductor pads products.
+PADDED_ON = ("cuda", "xpu")
 
 
 @dataclasses.dataclass
@@ -75,7 +79,9 @@ class AsyncTP(CustomGraphPass):
 
     The model is any whose compiled graphs have functional collectives of a group that fluxlike.init spans, as those have that
     torch's ColwiseParallel, RowwiseParallel and SequenceParallel make. With further options: ``options={**async_tp.options, …}``.
-    Where the call of torch.compile is not yours, set ``torch._inductor.config.post_grad_custom_pre_pass`` to the pass.
+    Where the call of torch.compile is not yours, set ``torch._inductor.config.post_grad_custom_pre_pass`` to the pass, and
+    ``torch._inductor.config.shape_padding`` to False, as the options do: on GPUs inductor pads products of odd sizes where each
+    rank's own measurement says that it is faster, a padded one is not found, and ranks would come to make different calls.
 
     Args:
         group: the tensor-parallel group; collectives of others stay. If None, those of any group whose ranks are all among those
@@ -92,11 +98,12 @@ class AsyncTP(CustomGraphPass):
         #: A report for each graph with collectives or products, in the order in which they were compiled.
         self.graphs: list[GraphReport] = []
         self._hits_before: int | None = None
+        self._warned = False
 
     @property
     def options(self) -> dict[str, Any]:
         """For ``torch.compile(…, options=…)``."""
-        return {"post_grad_custom_pre_pass": self}
+        return {"post_grad_custom_pre_pass": self, "shape_padding": False}
 
     @property
     def found(self) -> int:
@@ -132,6 +139,7 @@ class AsyncTP(CustomGraphPass):
         )
         report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
         if gathers or scatters:
+            self._warn_of_pads(gathers + scatters)
             work = rewrite.Rewrite(graph)
             report.replaced_gathers = self._replace(work, gathers, report)
             report.replaced_scatters = self._replace(work, scatters, report)
@@ -139,6 +147,16 @@ class AsyncTP(CustomGraphPass):
                 work.thread()
                 graph.lint()
         self._tell(report)
+
+    def _warn_of_pads(self, collectives: list[torch.fx.Node]) -> None:
+        on_gpus = any(patterns.value(node).device.type in PADDED_ON for node in collectives)
+        if on_gpus and config.shape_padding and not self._warned:
+            self._warned = True
+            log.warning(
+                "AsyncTP: inductor may pad products, each rank by a measurement of its own, and collectives beside a padded one "
+                "stay: ranks may come to make different calls. Set torch._inductor.config.shape_padding = False, or compile with "
+                "options=async_tp.options"
+            )
 
     def _replace(self, work: rewrite.Rewrite, collectives: list[torch.fx.Node], report: GraphReport) -> int:
         replaced = 0

@@ -11,7 +11,6 @@ order, and that is all that matters here. ag_gemm and gemm_rs have the ranks' ro
 otherwise (d > 0 and a batch), one copy brings them in order, as the cat did.
 """
 
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,10 +44,8 @@ from .patterns import (
     known,
     prims,
     product_of,
-    results,
     same,
     shape,
-    unpadded,
     value,
     with_effects,
 )
@@ -225,7 +222,7 @@ def _put_ag_gemm(
     rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
-    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.product for p in products}
+    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
     results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group)
     news = []
     for i, product in enumerate(products):
@@ -240,12 +237,12 @@ def _put_ag_gemm(
         whole.replace_all_uses_with(new)
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
-        rewrite.erase(product.nodes)
+        rewrite.graph.erase_node(product.node)
 
 
 def _users(whole: Node) -> list[Node]:
-    """What takes a tensor, itself, padded, or reshaped with its rows kept."""
-    return [u for n in whole.users for u in (_users(n) if n.users and (keeps_rows(n) or unpadded(n) is whole) else [n])]
+    """What takes a tensor, itself or reshaped with its rows kept."""
+    return [u for user in whole.users for u in (_users(user) if keeps_rows(user) and user.users else [user])]
 
 
 def _elsewhere(chain: list[Node]) -> bool:
@@ -281,10 +278,8 @@ def _products(whole: Node) -> tuple[list[Node], list[Product]]:
             if keeps_rows(user):
                 views.append(user)
                 look.append(user)
-                continue
-            for taker in user.users if unpadded(user) is node else [user]:
-                found = (p for result in results(taker) if (p := product_of(result)) and p.left is node and p.right is not node)
-                products += itertools.islice(found, 1)
+            elif (product := product_of(user)) and product.left is node and product.right is not node:
+                products.append(product)
     return views, products
 
 
@@ -340,7 +335,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
     if operation == "avg" and value(source).dtype == torch.float16:
         raise Left("it is a mean in torch.float16, in which the sum behind it may overflow")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
-    check_writes(min((n for p in products for n in p.nodes), key=order.__getitem__), scatter)
+    check_writes(min((p.node for p in products), key=order.__getitem__), scatter)
     with rewrite.graph.inserting_before(scatter):
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
@@ -366,7 +361,7 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
         raise Left(f"{node} is not only scattered, but used elsewhere, too")
     if product is not None:
         products.append(product)
-        return product.nodes
+        return [node]
     path = [node]
     inputs = node.args[:1] if keeps_rows(node) else node.args
     if len(set(inputs)) < len(inputs):
