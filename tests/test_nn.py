@@ -440,6 +440,10 @@ def refused(group):
     ours.up(x)
     with pytest.raises(ValueError, match="gate was called with a tensor that was changed before gate took"):
         ours.gate(x.mul_(2))
+    with torch.no_grad():
+        ours.up(x)
+    with pytest.raises(ValueError, match="gate was called with gradients on or off, unlike the first, before gate took"):
+        ours.gate(x)
     ours.up(x)
     ours.gate(x)
     ours.up(x)

@@ -80,6 +80,10 @@ def on_meta(group):
         for call in (fluxlike.gemm_rs, fluxlike.gemm_ar):
             with pytest.raises(ValueError, match="weight is on meta, x on"):
                 call(torch.randn(4, down.shape[1]), down)
+    x, w = torch.randn(4 * group.size(), 6, requires_grad=True), torch.randn(8, 6)
+    for call in (fluxlike.gemm_rs, fluxlike.gemm_ar, fluxlike.ag_gemm):
+        with pytest.raises(ValueError, match="bias is on meta, x on"):
+            call(x, w, bias=torch.empty(8, device="meta"))
 
 
 def test_the_meta_device():

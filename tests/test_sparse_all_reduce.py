@@ -397,6 +397,29 @@ def test_training():
     run_ranks(trains, 2)
 
 
+def compiled(group):
+    """A compiled model starts the ids in its forward; that is left out of what is compiled, and it is not compiled anew."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    table = fluxlike.nn.Embedding(16, 4, 8, group, device=device())
+    fast = torch.compile(lambda ids: table(ids).sum(), backend="aot_eager")
+    for step in range(6):
+        ids = torch.arange(5, device=device()) + step + dist.get_rank(group)
+        fast(ids).backward()
+        assert table.context._pending.ids.tolist() == ids.tolist()
+        x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+        assert x.indices()[0].tolist() == list(range(step, step + 4 + dist.get_world_size(group)))
+        table.weight.grad = None
+    assert len(counters["graph_break"]) <= 1 and counters["stats"]["unique_graphs"] <= 3, counters
+    table.close()
+
+
+def test_embedding_in_a_compiled_model():
+    run_ranks(compiled, 2)
+
+
 def forwards(group):
     """When ids go ahead: not in evaluation; once a gradient; without what is padding; not if there are no such rows."""
     table = fluxlike.nn.Embedding(9, 2, 8, group, padding_idx=3, device=device())

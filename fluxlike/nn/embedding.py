@@ -48,6 +48,7 @@ class Embedding(nn.Embedding):
             self._start(ids)
         return rows
 
+    @torch.compiler.disable  # else dynamo goes into the launches, and compiles anew for each number of calls
     def _start(self, ids: torch.Tensor) -> None:
         calls = self.context.stats["calls"]
         self.context.cancel_indices()

@@ -209,6 +209,8 @@ class _Shared:
         self.input: torch.Tensor | None = None
         #: Of the input, when it was gathered; None where torch does not say.
         self.version: int | None = None
+        #: Whether gradients were recorded then.
+        self.recorded = False
         self.first = ""
         self.waiting: dict[str, torch.Tensor] = {}
 
@@ -218,10 +220,11 @@ class _Shared:
         if not self.waiting or name == self.first:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
-            self.input, self.first, self.version = x, name, _version(x)
-        elif self.input is not x or name not in self.waiting or self._changed(x):
-            written = self.input is x and name in self.waiting
-            how, rest = "a tensor that was changed" if written else "another tensor, or again,", ", ".join(self.waiting)
+            self.input, self.first, self.version, self.recorded = x, name, _version(x), torch.is_grad_enabled()
+        elif self.input is not x or name not in self.waiting or self._changed(x) or self.recorded != torch.is_grad_enabled():
+            how, rest = "another tensor, or again,", ", ".join(self.waiting)
+            if self.input is x and name in self.waiting:
+                how = "a tensor that was changed" if self._changed(x) else "gradients on or off, unlike the first,"
             self.input, self.waiting = None, {}
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called with {how} before {rest} took theirs; layers "

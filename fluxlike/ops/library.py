@@ -77,11 +77,12 @@ def whole(x_shard: torch.Tensor, m: Any, name: str) -> Any:
     return x_shard.shape[0] * _place(name)[0] if m == EVEN else m
 
 
-def _together(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """What a fake checks: with weights left on the meta device, torch would take what the fake returns for the result."""
-    for w in weights:
-        if w.device != x.device:
-            raise ValueError(f"{op}: weight is on {w.device}, x on {x.device}; they must be on the same; load it, or use .to")
+def _together(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
+    """What a fake checks: with one left on the meta device, torch would take what the fake returns for the result."""
+    for name, given in (("weight", weights), ("bias", biases)):
+        for t in given:
+            if t is not None and t.device != x.device:
+                raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; they must be on the same; load it, or use .to")
 
 
 def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
@@ -118,7 +119,7 @@ def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @gemm_rs_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    _together("gemm_rs", x, [weight])
+    _together("gemm_rs", x, [weight], [bias])
     return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0])
 
 
@@ -175,7 +176,7 @@ def _(
     return_gathered: bool,
     group_name: str,
 ) -> list[torch.Tensor]:
-    _together("ag_gemm", x_shard, weights)
+    _together("ag_gemm", x_shard, weights, biases)
     m = whole(x_shard, m, group_name)
     columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
     return [x_shard.new_empty(m, n) for n in columns]
@@ -258,7 +259,7 @@ def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 @gemm_ar_op.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    _together("gemm_ar", x, [weight])
+    _together("gemm_ar", x, [weight], [bias])
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
