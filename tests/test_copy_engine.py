@@ -295,7 +295,7 @@ def test_puts_between_what_the_current_stream_does(monkeypatch):
 def test_ranks_of_other_nodes_are_told(monkeypatch):
     streams = Streams(monkeypatch)
     executor = object.__new__(cuda.CudaExecutor)
-    executor._far_posts, executor.current = 11, contextlib.nullcontext
+    executor.far_posts, executor.current = 11, contextlib.nullcontext
     executor.post_to([2, 3], 500, 9)
     assert streams.done == [("signal", 500, 9, "SET", 2, 11), ("signal", 500, 9, "SET", 3, 11)]
 

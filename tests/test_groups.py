@@ -1,12 +1,14 @@
 """Tensor-parallel groups inside a larger world: two pairs of ranks side by side, and the world around them."""
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, poison, schedules
-from ranks import run_fresh, run_ranks
+from ranks import TORCHRUN, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.runtime import world
@@ -167,3 +169,42 @@ def uneven_membership(group):
 def test_members_of_other_numbers_of_groups():
     for outcome in run_fresh(uneven_membership, 3, {"FLUXLIKE_TIMEOUT_S": "20"}):
         assert outcome.ok, str(outcome)
+
+
+def crossed(group):
+    """Two groups of the same ranks: on each rank another one is the first to be connected, to grow the heap, and to be closed."""
+    rank = dist.get_rank(group)
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    sums: dict[int, float] = {}
+
+    def reduce(which, late):
+        time.sleep(late)
+        sums[which] = fluxlike.all_reduce(torch.full((4,), 10.0**which), group=groups[which])[0].item()
+
+    def grow(which, late):
+        time.sleep(late)
+        size = 1024 if which else 16
+        fluxlike.create_gemm_rs_context(size, size, group=groups[which] if which else None)
+
+    for act in (reduce, grow):
+        threads = [threading.Thread(target=act, args=(which, 0.4 * (rank ^ which))) for which in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sums == {0: 2, 1: 20}, sums
+    contexts = world.current().contexts
+    assert len(contexts) == 4
+    if rank:
+        contexts.reverse()
+    since = time.monotonic()
+    fluxlike.finalize()
+    assert time.monotonic() - since < 5
+    return True
+
+
+@pytest.mark.skipif(TORCHRUN, reason="starts fluxlike itself")
+def test_groups_of_the_same_ranks():
+    for outcome in run_fresh(crossed, 2, {"FLUXLIKE_TIMEOUT_S": "10"}, heap="shm", timeout=60):
+        assert outcome.value, str(outcome)

@@ -2,10 +2,12 @@
 
 import contextlib
 import itertools
+import os
 import sys
 import threading
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import device, run_ranks
 
-from fluxlike.runtime import cuda, world
+from fluxlike.runtime import cuda, nvshmem, world
 from fluxlike.runtime.heap import ALIGN, first_fit, give, take
 
 SIZE = 64
@@ -174,7 +176,7 @@ def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(cuda.driver, "destroy_stream", called("destroy"))
     executor = object.__new__(cuda.CudaExecutor)
-    executor.device, executor._posts, executor._far_posts = torch.device("cuda", 1), 8, 9
+    executor.device, executor._posts, executor.far_posts = torch.device("cuda", 1), 8, 9
     executor._threads = threading.local()
     executor._threads.known = True
     control = SimpleNamespace(rank=0, size=1, nodes=[[0]], node=0, agree=lambda *args: None)
@@ -182,3 +184,27 @@ def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
     segment.close()
     executor.stop()
     assert on == [(name, 1) for name in ("malloc", "free", "destroy", "destroy", "finalize")] and now == [begun_on]
+
+
+def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
+    """A start for one host, then for several: what the first one set would keep the second from the network."""
+    seen = []
+    core = SimpleNamespace(get_unique_id=lambda empty: SimpleNamespace(_data=numpy.zeros(4, numpy.uint8)), finalize=lambda: None)
+    core.init = lambda **how: seen.append({name: os.environ.get(name) for name in nvshmem._ONE_HOST})
+    devices = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
+    for package, inside in (("nvshmem", core), ("cuda", devices)):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(core=inside))
+        monkeypatch.setitem(sys.modules, f"{package}.core", inside)
+    for name in (*nvshmem._ONE_HOST, *nvshmem._DEFAULTS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "mine")
+    control = SimpleNamespace(rank=0, size=1, agree=lambda *args: None, gather=lambda value, what: [value])
+    before = dict(os.environ)
+    nvshmem.start(torch.device("cuda", 0), control, one_host=True)
+    nvshmem.stop()
+    assert dict(os.environ) == before
+    nvshmem.start(torch.device("cuda", 0), control, one_host=True)  # and does not get as far as a stop
+    nvshmem.start(torch.device("cuda", 0), control, one_host=False)
+    mine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "mine"}
+    assert seen[:2] == [nvshmem._ONE_HOST | mine] * 2 and seen[2] == dict.fromkeys(nvshmem._ONE_HOST) | mine
+    nvshmem.stop()

@@ -178,6 +178,8 @@ def model(group):
     expected = whole[0].grad[mine], whole[1].grad[part], whole[2].grad[:, part]
     for leaf, right in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad.double(), right, rtol=1e-4, atol=1e-2)
+    column = torch.ones(1, 2, device=device()).T  # contiguous, says torch, with strides of 1 and 2
+    assert (fluxlike.ag_gemm(column, torch.ones(3, 1, device=device()), m=2 * size) == 1).all()
     with pytest.raises(ValueError, match="are on 2 nodes, and only gemm_rs and ag_gemm go from node to node"):
         fluxlike.all_reduce(x)
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -215,16 +217,16 @@ def test_every_schedule(ranks, heap):
         assert outcome.ok, str(outcome)
 
 
-def wrong(group, how, op):
+def wrong(group, how, op, schedule):
     """The last rank, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
     start()
     call = getattr(fluxlike, op)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     guilty = rank == size - 1
     if op == "gemm_rs":
-        ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
+        ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32, schedule=schedule)
     else:
-        ctx = fluxlike.create_ag_gemm_context(16, 16, 8, dtype=torch.float32)
+        ctx = fluxlike.create_ag_gemm_context(16, 16, 8, dtype=torch.float32, schedule=schedule)
     full = 16 if op == "gemm_rs" else 16 // size
     x, w = torch.ones(full, 8, device=device()), torch.ones(16, 8, device=device())
     call(x, w, ctx)
@@ -255,21 +257,21 @@ def wrong(group, how, op):
     return said, took
 
 
-WRONG = [(how, 4, "shm", "gemm_rs") for how in ("absent", "dead", "other", "sizes")]
-WRONG += [(how, 4, "shm", "ag_gemm") for how in ("absent", "dead")]
+WRONG = [(how, 4, "shm", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
+WRONG += [(how, 4, "shm", "ag_gemm", schedule) for how, schedule in (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))]
 WRONG += [
-    pytest.param(how, ranks, "nvshmem", op, marks=pytest.mark.gpu)
+    pytest.param(how, ranks, "nvshmem", op, "auto", marks=pytest.mark.gpu)
     for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))
     for ranks in (2, 4)
 ]
 
 
-@pytest.mark.parametrize(("how", "ranks", "heap", "op"), WRONG)
-def test_what_goes_wrong(how, ranks, heap, op):
+@pytest.mark.parametrize(("how", "ranks", "heap", "op", "schedule"), WRONG)
+def test_what_goes_wrong(how, ranks, heap, op, schedule):
     limit = 2 if how == "absent" else 10 if heap == "shm" else 4
     env, last = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": str(limit)}, ranks - 1
     dead = [last] if how == "dead" else []
-    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, how=how, op=op)
+    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, how=how, op=op, schedule=schedule)
     said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
     assert set(said) == set(range(last if how == "dead" else ranks)), [str(outcome) for outcome in outcomes]
     told = "PeerTimeout" if how in ("absent", "dead") else "CallMismatch"

@@ -121,7 +121,8 @@ class Letters(Messages):
         return places[:, :number].view(count, rows, columns)
 
     def send(self, place: torch.Tensor, node: int) -> None:
-        for tag, message in enumerate((self.header, place.view(torch.uint8))):
+        # as one dimension first: a single column may have any stride, and is no less contiguous to torch
+        for tag, message in enumerate((self.header, place.view(-1).view(torch.uint8))):
             if message.numel():
                 self._sent.append(self.control.send(message, self.peer(node), self._tag + tag, self.op))
         self.bytes += place.numel() * place.element_size()
@@ -139,7 +140,7 @@ class Letters(Messages):
         if not torch.equal(theirs, self.header):
             raise self.differ(node, _said(self.header), _said(theirs))
         if place.numel():
-            self.control.receive(place.view(torch.uint8), source, self._tag + 1, self.op)
+            self.control.receive(place.view(-1).view(torch.uint8), source, self._tag + 1, self.op)
 
     def read(self, node: int) -> None:
         """Its memory is of this call only."""

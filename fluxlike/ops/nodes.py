@@ -140,7 +140,8 @@ class NodesContext(Shared):
         if self._error is None:
             ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}; make a new context")
             self._error, self._seen = error if isinstance(error, Exception) else ended, True
-            self.inner.stop(self._error)
+            for context in (self.inner, *self.inner.inner):  # the latter of schedule "sequential"
+                context.stop(self._error)
             self.inner.board.freeze()
             self.messages.give_up()
 
@@ -189,6 +190,8 @@ class NodesContext(Shared):
         self.closed = True
         if self in self.world.contexts:
             self.world.contexts.remove(self)
+        # what calls on other streams and replays of graphs have put is on its way only when they are done
+        self.world.executor.synchronize()
         self.messages.quiet()
         self.world.executor.synchronize()
         unseen = self.unseen_failure()

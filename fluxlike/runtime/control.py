@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxlike")
 
-#: How often these ranks have made connections: the same number on all of them, so part of a name they agree on.
-_made: Counter[tuple[int, ...]] = Counter()
+#: How often these ranks have made connections by a name: the same number on all of them, so part of one they agree on.
+_made: Counter[tuple[str, tuple[int, ...]]] = Counter()
+_counting = threading.Lock()
 
 
 #: What all ranks raise where one does; of others RuntimeError.
@@ -90,10 +91,12 @@ class ControlGroup:
         self._left: Any = None
         #: The beginning of a meeting: the exchange of gloo's, and where it puts what the ranks say.
         self._begun: tuple[Any, list[torch.Tensor]] | None = None
-        _made[tuple(self.ranks)] += 1
-        name = f"fluxlike/{'-'.join(map(str, self.ranks))}/{_made[tuple(self.ranks)]}"
+        # of two groups of the same ranks each rank may connect another one first
+        with _counting:
+            _made[name, tuple(self.ranks)] += 1
+            time = _made[name, tuple(self.ranks)]
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            name, dist.distributed_c10d._get_default_store()
+            f"fluxlike/{name}/{'-'.join(map(str, self.ranks))}/{time}", dist.distributed_c10d._get_default_store()
         )
         try:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.patience()))

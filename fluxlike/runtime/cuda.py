@@ -101,8 +101,9 @@ class CudaPuts:
         """What was queued here and on the current stream is complete at the other nodes, once these streams are done."""
         if not self._executor.one_host:  # where GPUs write to each other that is so without
             with self._executor.current():
-                for stream in (self._stream, torch.cuda.current_stream(self._device)):
-                    nvshmem.quiet(stream.cuda_stream)
+                current = torch.cuda.current_stream(self._device).cuda_stream
+                for stream in (self._stream.cuda_stream, current, self._executor.far_posts):
+                    nvshmem.quiet(stream)
 
 
 class CudaLaunch(Launch):
@@ -192,12 +193,12 @@ class CudaExecutor:
         nvshmem.start(self.device, control, self.one_host)
         self._context, self._threads.known = driver.context(), True
         # Not one of torch's streams: those are shared, and what `post` ends may be what such a stream waits for.
-        self._posts, self._far_posts = driver.make_stream(), driver.make_stream()
+        self._posts, self.far_posts = driver.make_stream(), driver.make_stream()
 
     def stop(self) -> None:
         with self.current():
             driver.destroy_stream(self._posts)
-            driver.destroy_stream(self._far_posts)
+            driver.destroy_stream(self.far_posts)
             nvshmem.stop()
 
     def make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
@@ -299,7 +300,7 @@ class CudaExecutor:
         """`post` to ranks of other nodes, by a symmetric 64-bit word. Not waited for: it may need a place on a full GPU."""
         with self.current():
             for pe in pes:
-                nvshmem.signal(address, value, pe, self._far_posts, add=False)
+                nvshmem.signal(address, value, pe, self.far_posts, add=False)
 
     def synchronize(self) -> None:
         with apart.waits():

@@ -60,17 +60,33 @@ Free = list[tuple[int, int]]
 class SymmetricHeap:
     """Segments of the world and the free ranges in them, of this rank."""
 
-    def __init__(self, make_segment: Callable[[int, ControlGroup], Segment], world: ControlGroup, nbytes: int) -> None:
-        self._make, self._world = make_segment, world
+    def __init__(
+        self, make_segment: Callable[[int, ControlGroup], Segment], world: ControlGroup, nbytes: int,
+        connect: Callable[[], ControlGroup] | None = None,
+    ) -> None:  # fmt: skip
+        """Collective over ``world``. ``connect``: makes connections of its ranks on which nothing else meets."""
+        self._make, self._world, self._connect = make_segment, world, connect
         self.segments: list[Segment] = []
         self._free: list[Free] = []
-        self._lock = threading.Lock()
-        self._grow(nbytes)
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self._meeting: ControlGroup | None = None if connect else world
+        self._add(nbytes, world)
+
+    def _add(self, nbytes: int, control: ControlGroup) -> None:
+        segment = self._make(nbytes, control)
+        with self._lock:
+            self.segments.append(segment)
+            self._free.append([(0, segment.nbytes)])
 
     def _grow(self, nbytes: int) -> None:
-        segment = self._make(nbytes, self._world)
-        self.segments.append(segment)
-        self._free.append([(0, segment.nbytes)])
+        """Collective over the world. Two threads that grow it for two groups may be on each rank in another order: one that
+        is first here may meet the other one there, and both need a segment, so each is as large as what is wanted most.
+        """
+        with self._growing:
+            if self._meeting is None:
+                assert self._connect is not None
+                self._meeting = self._connect()
+            self._add(max(self._meeting.gather(nbytes, "growing the symmetric heap")), self._meeting)
 
     def allocate(self, nbytes: int, control: ControlGroup, indices: list[int]) -> Block:
         """Collective over ``control``: the same offset on all its ranks, ``indices`` in the world. The bytes are not cleared.
@@ -86,8 +102,7 @@ class SymmetricHeap:
             place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
             fits = place is not None if together is control else all(together.gather(place is not None, "allocating on the nodes"))
             if can_grow and not fits:
-                with self._world.lock:
-                    self._grow(max(nbytes, self.segments[0].nbytes))
+                self._grow(max(nbytes, self.segments[0].nbytes))
                 continue
             if place is None:
                 raise RuntimeError(

@@ -41,8 +41,11 @@ def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
             "fluxlike.init(heap='shm') with CPU tensors"
         )
     control.agree("starting NVSHMEM", None, error)
+    _take_back()  # of a start that failed
     for name, value in (_DEFAULTS | (_ONE_HOST if one_host else {})).items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            _set.append(name)
     cuda_device = Device(device.index)
     cuda_device.set_current()
     unique = nvshmem.get_unique_id(empty=control.rank != 0)
@@ -56,6 +59,16 @@ def stop() -> None:
     import nvshmem.core as nvshmem
 
     nvshmem.finalize()
+    _take_back()
+
+
+#: Settings that `start` made: the next one may be for other ranks.
+_set: list[str] = []
+
+
+def _take_back() -> None:
+    while _set:
+        os.environ.pop(_set.pop(), None)
 
 
 #: Threads may call on two groups at once, and NVSHMEM is started for one thread.
@@ -111,7 +124,7 @@ class NvshmemSegment:
         self._rank, self._current = control.rank, current
         error: Exception | None = None
         try:
-            with current():
+            with _one_at_a_time, current():
                 self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
         except Exception as problem:  # nvshmem4py raises several kinds; each means that the memory is not to be had
             error = RuntimeError(
@@ -141,5 +154,5 @@ class NvshmemSegment:
     def close(self) -> None:
         import nvshmem.core as nvshmem
 
-        with self._current():
+        with _one_at_a_time, self._current():
             nvshmem.free_tensor(self.local)

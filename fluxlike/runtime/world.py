@@ -39,6 +39,8 @@ def check_group(group: Any) -> None:
 
 
 class Closable(Protocol):
+    control: ControlGroup
+
     def unseen_failure(self) -> Exception | None: ...
     def close(self) -> None: ...
 
@@ -89,7 +91,7 @@ class World:
         self._check_races()
         #: The ranks that have the heap together.
         self.sharing = self.control.local if executor.name == "shm" else self.control
-        self.heap = SymmetricHeap(self._make_segment, self.sharing, nbytes)
+        self.heap = SymmetricHeap(self._make_segment, self.sharing, nbytes, self._connect_heap)
 
     def _abandon(self, error: BaseException) -> None:
         """End what was begun before ``error``, so that init can be called again. NVSHMEM ends on all ranks, or on none."""
@@ -127,6 +129,13 @@ class World:
             from . import racehooks  # imports the interpreter, which a GPU does not need
 
             racehooks.start(self.control, self.executor)
+
+    def _connect_heap(self) -> ControlGroup:
+        """Connections of the heap's own; collective over the ranks that share it."""
+        control = ControlGroup(self.sharing.ranks, f"{self.sharing.name}/heap", None)
+        control.nodes, control.node = self.sharing.nodes, self.sharing.node
+        self._controls[control.name] = control
+        return control
 
     def _make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
         segment = self.executor.make_segment(nbytes, control)
@@ -173,7 +182,8 @@ class World:
         """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang."""
         self.executor.synchronize()
         unseen = [failure for context in self.contexts if (failure := context.unseen_failure()) is not None]
-        for context in list(self.contexts):
+        # Threads of each rank make contexts of different groups in an order of their own; those of one group have one on all ranks.
+        for context in sorted(self.contexts, key=lambda context: context.control.name):
             try:
                 context.close()
             except (CallMismatch, PeerTimeout) as error:
