@@ -3,7 +3,9 @@ tool, `test_calls` what any candidate computes."""
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -274,6 +276,26 @@ def test_only_candidates_can_be_used():
             gemm_rs.gemm_rs(x, w, ctx)
         usual = choice.usual(ctx.problem(1024, 512, 2048), "in_kernel").tile.bn
         assert [launch.constants["BN"] for launch in launches] == [128, usual, 128]
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_stream_k_refuses_more_steps_than_it_counts(op):
+    size, fp32 = 1 << 16, torch.float32
+    with dry.recording((9, 0), 1, rank=0) as launches:
+        for m in (size // 4, size):
+            x, w = dry.tensor((m, size), fp32), dry.tensor((size, size), fp32)
+            if op == "gemm_rs":
+                ctx: Any = gemm_rs.create_gemm_rs_context(m, size, size, dtype=fp32, schedule="stream_k")
+            else:
+                ctx = ag_gemm.create_ag_gemm_context(m, size, size, dtype=fp32, schedule="stream_k")
+            call = partial(getattr(gemm_rs if op == "gemm_rs" else ag_gemm, op), x, w, ctx)
+            if m < size:
+                call()
+                continue
+            before = len(launches)
+            with pytest.raises(ValueError, match=r"2147483648 steps of 64x64x32.*less than 1073741824; use another"):
+                call()
+            assert len(launches) == before
 
 
 #: (op, M, columns of what is exchanged): the last of two nodes of eight has a row a rank less, and fits where a full one does not.

@@ -332,6 +332,8 @@ def _plan_stream_k(
     tile = tiling.choose_stream_k(capability, ctx.dtype, m, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, capability, m, *operands)
     shard, *weights = tiling.padded(operands, padded)
+    for w in weights:
+        validate.countable_steps("ag_gemm", m, w.shape[0], w.shape[1], tile)
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
         last = i == len(weights) - 1 and gathered is None

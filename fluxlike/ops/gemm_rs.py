@@ -281,6 +281,7 @@ def _plan_stream_k(
         TMA=tile.tma, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
         maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
+    validate.countable_steps("gemm_rs", m, n, k, tile)
     programs = ctx.programs(cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk))
     launch = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))
     return _Plan("stream_k", tile, padded, [launch, launch], [])

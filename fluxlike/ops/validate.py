@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from ..kernels.tiles import rows_of
+from ..kernels.tiles import cdiv, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import tiling
@@ -166,6 +166,16 @@ def countable(op: str, name: str, size: int) -> None:
     if size > tiling.MAX_SIZE:
         raise ValueError(
             f"{op}: {name}={size} is more than {tiling.MAX_SIZE}, up to which kernels count; split the call along {name}"
+        )
+
+
+def countable_steps(op: str, m: int, n: int, k: int, tile: tiling.Tiling) -> None:
+    """Steps of all tiles along K, which stream_k counts in 32 bits, and up to as many again for those that push."""
+    steps = cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk)
+    if steps >= 1 << 30:
+        raise ValueError(
+            f"{op}: M={m}, N={n}, K={k} are {steps} steps of {tile.bm}x{tile.bn}x{tile.bk}, and schedule='stream_k' counts less "
+            f"than {1 << 30}; use another schedule, or split the call"
         )
 
 
