@@ -274,7 +274,7 @@ def test_memory_that_the_current_stream_uses_is_said_to_torch(monkeypatch):
 def test_puts_between_what_the_current_stream_does(monkeypatch):
     streams, used = Streams(monkeypatch), []
     current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731
-    executor = SimpleNamespace(device=torch.device("cuda", 0), one_host=True, current=current)
+    executor = SimpleNamespace(device=torch.device("cuda", 0), one_host=True, current=current, far_posts=11)
     puts = cuda.CudaPuts(executor)
     puts.put(100, 200, 64, 300, 3)
     puts.join()
@@ -289,7 +289,7 @@ def test_puts_between_what_the_current_stream_does(monkeypatch):
     assert len(used) == 2, "NVSHMEM was called with whatever device was current"
     executor.one_host = False
     puts.quiet()
-    assert streams.done[4:] == [("quiet", 5), ("quiet", 7)]
+    assert streams.done[4:] == [("quiet", 5), ("quiet", 7), ("quiet", 11)]
 
 
 def test_ranks_of_other_nodes_are_told(monkeypatch):
