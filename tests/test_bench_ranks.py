@@ -4,6 +4,7 @@ Nothing here is about speed. Where the GPU's half of the code is run on a CPU, `
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -286,28 +287,34 @@ def test_a_graph_that_does_nothing_is_wrong():
 
 
 def run_all(group, argv):
-    """(exit status, what is in the JSON) of a whole run; the last rank believes that all the time in the world is left."""
+    """(exit status, what was said, what is in the JSON) of a whole run; the last rank believes that all the time in the world
+    is left."""
     fluxlike.init(heap="shm")
     asked = bench.parse(argv, cuda=False)
     run = bench.Bench(asked, Peers(), torch.device("cpu"))
     if torch.distributed.get_rank() == 1:
         run.budget = bench.Budget(None)
-    status = run.run(argv)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = run.run(argv)
     fluxlike.finalize()
-    return status, json.loads(next(Path(asked.out).glob("*.json")).read_text())
+    return status, said.getvalue(), json.loads(next(Path(asked.out).glob("*.json")).read_text())
 
 
 def test_rank_0_decides_when_time_is_up(tmp_path):
+    """And a run that has measured nothing is no success: what a script reads of it is the exit status."""
     argv = ["gemm_rs", "--shapes", "9x8x8,8x8x8", "--seconds", "0", "--out", str(tmp_path)]
-    for status, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
-        assert status == 0 and read["shapes"] == []
+    told = []
+    for status, said, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
+        assert status == 1 and read["shapes"] == []
         assert [item["why"] for item in read["left_out"]] == ["R=2 does not divide M=9", "0 seconds have passed"]
+        told.append(said.count("nothing was measured"))
+    assert told == [1, 0]
 
 
 def test_toy_bursts(tmp_path):
     argv = ["all_reduce", "--suite", "resnet50-toy", "--rounds", "1", "--out", str(tmp_path)]
-    for status, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
-        assert status == 0 and read["suite"] == "resnet50-toy"
+    for status, said, read in values(ranks.run_fresh(run_all, 2, argv=argv)):
+        assert status == 0 and read["suite"] == "resnet50-toy" and "nothing was measured" not in said
         assert [shape["keys"] for shape in read["shapes"]] == [list(b.keys) for b in bench_bursts.BURSTS["resnet50-toy"]]
         for shape in read["shapes"]:
             assert all(facts["status"] == "ok" and facts["ms"] is None for facts in shape["methods"].values())

@@ -361,7 +361,11 @@ class Bench:
         if loud:
             stamp["clocks_after"] = bench_report.clocks()
             voice.report(reports.values(), out)
-        return 1 if self.bad else 0
+        rows = [row for report in reports.values() for result in report.results for row in result.rows]
+        measured = any(row.status == "ok" for row in rows)
+        if not measured:
+            voice.say("nothing was measured")
+        return 1 if self.bad or not measured else 0
 
 
 # the command line
@@ -377,7 +381,8 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a result is wrong or a schedule of fluxlike failed. The protocol is in the module's docstring.",
+        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed or nothing was measured. The protocol is in the "
+        "module's docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
     command.add_shapes(parser, suites=dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES))
