@@ -72,6 +72,16 @@ def test_report():
     assert f"{moved.union} ids in all" in report.compared()[0]
 
 
+def test_bf16_on_the_wire_is_measured_by_what_it_sends():
+    table = Table(60, 10, 25)
+    rows = [Row("exact", rounds_ms=[1.0]), Row("bf16_wire", rounds_ms=[1.0])]
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        report = bench_sparse.Report("sparse_all_reduce", "custom", 4, "eager", dtype, itemsize, {}, {}, [Result(table, rows)])
+        exact, wire = report.derived(report.results[0]).values()
+        assert wire.gb_s == pytest.approx(traffic(table, 4).bound * 20 / 1e-3 / 1e9)
+        assert wire.over_limit == pytest.approx(exact.over_limit * itemsize / 2)
+
+
 def swept(ranks, factor=1.0):
     """A report on tables of which two differ by their entries only; "padded" failed on the larger."""
     results = [
