@@ -89,6 +89,38 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
         tune.main(argv)
 
 
+def run_with_a_failure(group, argv):
+    """The exit status, and what came of each choice, where rank 1 does not make the first call of the warm-up."""
+    from fluxlike.tools import bench, tune
+
+    made, warm_up, table, rows, fails = tune.PROBLEMS["gemm_rs"], bench.Bench.warm_up, tune.table, [], []
+
+    class GemmRS(made):
+        def ours(self, context):
+            if fails:
+                raise RuntimeError(fails.pop())
+            return super().ours(context)
+
+    def warmed_up(self, methods):
+        fails.extend(["out of ideas"] * self.peers.rank)
+        warm_up(self, methods)
+
+    tune.PROBLEMS["gemm_rs"], bench.Bench.warm_up = GemmRS, warmed_up
+    tune.table = lambda trials: rows.extend(trials) or table(trials)
+    return tune.main(argv), [(trial.row.status, trial.row.note) for trial in rows]
+
+
+def test_a_choice_that_fails_late_leaves_the_others_whole(tmp_path):
+    """All choices share a context, which must be made anew whenever the ranks may have made different calls on it."""
+    pytest.importorskip("rich")
+    argv = ["gemm_rs", "--shapes", "32x32x32", "--rounds", "1", "--most", "3", "--out", str(tmp_path / "toy.json")]
+    for outcome in run_fresh(run_with_a_failure, 2, {"FLUXLIKE_TIMEOUT_S": "3"}, argv=argv):
+        assert outcome.ok, outcome
+        status, ((first, why), *others) = outcome.value
+        assert status == 1 and first == "failed" and why.startswith("rank 1: RuntimeError: out of ideas")
+        assert others and others == [("ok", "")] * len(others)
+
+
 def test_the_tool_s_choices_take_turns(monkeypatch):
     """As methods of bench do: each stands behind another one in every round."""
     pytest.importorskip("rich")

@@ -93,11 +93,15 @@ class Method:
     spoil: Callable[[], Any] | None = None
     graph: Any = None
     unbounded: bool = False
+    #: What all ranks do once it has failed, so that its failure is not that of others, too.
+    mend: Callable[[], None] | None = None
 
     def failed(self, failure: Failed) -> None:
         if self.unbounded and not failure.everywhere:
             raise Lost(f"{self.name} failed on some ranks only, and the others wait for them: {failure}") from failure
         self.row.status, self.row.note, self.row.rounds_ms = "failed", str(failure), []
+        if self.mend is not None:
+            self.mend()
 
 
 class Bench:

@@ -73,12 +73,9 @@ class Tuner:
         trials = [Trial(c, choice.predict(asked, c) * 1e6, Row(str(c))) for c in made]
         methods = [self._method(problem, trial) for trial in trials]
         for method in methods:
-            try:
+            with bench.guard(method):
                 bench.first(method)
                 bench.check(problem, method, 3)
-            except Failed as failure:
-                method.failed(failure)
-                self._renew(problem)
         bench.warm_up(bench.alive(methods))
         for turn in range(bench.rounds):
             for method in tuning.in_turn(bench.alive(methods), turn):
@@ -95,7 +92,8 @@ class Tuner:
             self.context.use(trial.choice)
             return problem.ours(self.context)
 
-        return Method(str(trial.choice), trial.row, self, call, problem.spoil)
+        # every choice uses the one context, of which the ranks may have made different calls when a call has failed, at any time
+        return Method(str(trial.choice), trial.row, self, call, problem.spoil, mend=lambda: self._renew(problem))
 
     def _renew(self, problem: Problem) -> None:
         """A new context: the first, or in place of one that a choice has broken."""
