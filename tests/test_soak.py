@@ -226,6 +226,12 @@ def test_the_rank_that_grew_most():
     assert soak_report.worst_of([calm, grown, calm]) == {"threads": grown["threads"] | {"rank": 1}}
 
 
+def test_a_rank_that_may_grow_more_hides_none_that_may_not():
+    sizes = ((4000.0, 4100.0, 120.0), (1000.0, 1060.0, 48.0))
+    large, small = ({"host MiB": dict(zip(("first", "last", "allowed"), size, strict=True))} for size in sizes)
+    assert soak_report.worst_of([large, small]) == {"host MiB": small["host MiB"] | {"rank": 1}}
+
+
 # runs
 
 
