@@ -1,5 +1,8 @@
 """`python -m fluxlike tune`: what it measures, keeps and says, and tables out of records. `test_tune` has the files."""
 
+import contextlib
+import importlib
+import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +90,24 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
         from fluxlike.tools import tune
 
         tune.main(argv)
+
+
+@pytest.mark.parametrize("tool", ("tune", "trace"))
+def test_ranks_on_several_nodes_are_told_at_once(tool, tmp_path):
+    """What these tools look into is the making of calls on one node."""
+    pytest.importorskip("rich")
+    env = {"FLUXLIKE_VIRTUAL_NODES": "2"}
+    outcomes = run_fresh(run_on_nodes, 2, env, tool=tool, argv=["gemm_rs", "--shapes", "32x32x32", "--out", str(tmp_path / "out")])
+    first, second = (outcome.value if outcome.ok else outcome for outcome in outcomes)
+    assert first[::2] == (2, False) and second == (2, "", False), (first, second)
+    assert first[1].startswith(f"{tool}: the ranks are on 2 nodes, and {tool} works on one; start it") and first[1].count("\n") == 1
+
+
+def run_on_nodes(group, tool, argv):
+    """(exit status, what was said, whether fluxlike was left initialised)"""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = importlib.import_module(f"fluxlike.tools.{tool}").main(argv)
+    return status, said.getvalue(), fluxlike.is_initialized()
 
 
 def run_with_a_failure(group, argv):

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import fluxlike
 
+from ..runtime import world
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
 
@@ -123,6 +124,16 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
         os._exit(1)
     fluxlike.finalize()
     return status
+
+
+def spans_nodes(tool: str) -> bool:
+    """Whether the ranks are on several nodes, where ``tool`` has no work; said once. After fluxlike.init."""
+    control = world.current().control_of(None)
+    if control.spans and control.rank == 0:
+        where = f"the ranks are on {len(control.nodes)} nodes, and {tool} works on one"
+        mend = "start it on the ranks of one node, without --nnodes and FLUXLIKE_VIRTUAL_NODES"
+        print(f"{tool}: {where}; {mend}", file=sys.stderr, flush=True)
+    return control.spans
 
 
 def lost(error: BaseException) -> str | None:

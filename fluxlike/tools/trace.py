@@ -140,6 +140,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
 
     def work() -> int:
+        if command.spans_nodes("trace"):
+            return 2
         return Tracer(asked, Peers(), world.current().device).run(command.arguments(argv))
 
     return command.run("trace", work, command.lost)

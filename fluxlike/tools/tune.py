@@ -292,4 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     if command.lacks("tune", "rich"):
         return 2
     env.put("FLUXLIKE_TUNE", "off")  # what is compared with is what calls get without a table
-    return command.run("tune", lambda: Tuner(asked, Peers(), world.current().device).run(), command.lost)
+
+    def work() -> int:
+        return 2 if command.spans_nodes("tune") else Tuner(asked, Peers(), world.current().device).run()
+
+    return command.run("tune", work, command.lost)
