@@ -209,6 +209,7 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     ),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         links.parse(options)

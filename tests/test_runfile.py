@@ -200,6 +200,7 @@ def test_the_cost_where_the_ranks_fail(monkeypatch, capsys):
     ((["--rounds", "0"], "--rounds 0 must be"), (["--size", "3"], "--size 3 above"), ([], "without scripts/launch.sh")),
 )
 def test_a_useless_command_line_for_the_cost(options, says, monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as end:
         cost_main(*options)

@@ -497,6 +497,7 @@ def test_an_exception_on_one_rank_ends_all():
     ("options", "says"), (((), "--minutes"), (("--minutes", "-1"), "from 0 on"), (("--minutes", "1", "--limit", "0"), "above 0"))
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(soak.command, "GRACE_S", 0)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

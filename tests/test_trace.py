@@ -310,7 +310,7 @@ def test_the_tool(tmp_path) -> None:
 
 @pytest.mark.parametrize("argv", (["gemm"], ["gemm_rs", "--calls", "0"], ["gemm_rs", "--shapes", "64x"]))
 def test_arguments(argv, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("RANK", "0")  # the others are silent
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the others are silent
     with pytest.raises(SystemExit) as leaving:
         tool.parse(argv)
     assert leaving.value.code == 2 and capsys.readouterr().err

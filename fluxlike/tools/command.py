@@ -15,21 +15,24 @@ from ..runtime import world
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
 
-#: Seconds in which rank 0 says why all end, as it may have begun later; of a busy machine they are few. The launcher ends all ranks
-#: as soon as one has ended, so nobody waits for them to pass.
+#: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
+#: launcher ends all ranks as soon as one has ended, so nobody waits for them to pass.
 GRACE_S = 60.0
 
 
 def speaks() -> bool:
-    """Whether this rank says what is the same on all; the others leave it time to."""
-    if os.environ.get("RANK", "0") == "0":
+    """Whether this rank says what is the same on all, or on all of its host; the others leave it time to.
+
+    One of each host does, as a command line or a missing package need be wrong on one host only.
+    """
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         return True
     time.sleep(GRACE_S)
     return False
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains once, not once a rank."""
+    """Complains once a host, not once a rank."""
 
     def error(self, message: str) -> NoReturn:
         if speaks():
@@ -94,7 +97,7 @@ def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--
 
 
 def lacks(tool: str, package: str, install: str = "") -> bool:
-    """Whether ``package`` is not there; said once. ``install``: what to tell pip, if not the package alone."""
+    """Whether ``package`` is not there; said once a host. ``install``: what to tell pip, if not the package alone."""
     if importlib.util.find_spec(package) is not None:
         return False
     if speaks():
