@@ -376,6 +376,19 @@ def test_json(tmp_path):
     assert read["environment"]["gpu"] == "a GPU" and read["left_out"][0]["why"] == "too small"
 
 
+def test_no_run_writes_over_the_record_of_another(tmp_path):
+    """The dtype and the nodes are of the command line, too, and of the name where they are not the usual ones."""
+    report = made_up()
+    split = {"variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}
+    stamps = ({}, split, split | {"nodes": 4}, {"nodes": 1})
+    names = []
+    for report.dtype in ("bfloat16", "float32"):
+        for report.environment in stamps:
+            names.append(report.save(tmp_path).stem)
+    ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "")]
+    assert names == [f"gemm_rs-custom-{one}-eager" for one in ranks]
+
+
 def test_the_stamp():
     stamp = bench_report.environment(["gemm_rs", "--shapes", "a b"])
     assert stamp["fluxlike"] == fluxlike.__version__

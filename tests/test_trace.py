@@ -205,7 +205,7 @@ def report_of(calls) -> trace_report.Report:
 def test_the_json(calls, tmp_path) -> None:
     report = report_of(calls)
     saved = json.loads(report.save(tmp_path).read_text())
-    assert [file.name for file in tmp_path.iterdir()] == [f"{report.name}.json"]
+    assert [file.name for file in tmp_path.iterdir()] == [f"{report.name}.json"] and report.name.split("-")[3] == "float32"
     assert [clock["rank"] for clock in saved["otherData"]["clocks_ns"]] == [0, 1, 2]
     events = saved["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}

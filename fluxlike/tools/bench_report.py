@@ -122,6 +122,17 @@ def against_peers(times: Mapping[str, float | None]) -> float | None:
     return min(peers) / auto if peers and auto is not None else None
 
 
+def nodes_of(stamp: Mapping[str, Any]) -> int:
+    """How many nodes the ranks of a record were on; older ones say only into how many a host was split."""
+    return stamp.get("nodes") or int(stamp.get("variables", {}).get("FLUXLIKE_VIRTUAL_NODES") or 1)
+
+
+def ranks_name(ranks: int, dtype: str, stamp: Mapping[str, Any]) -> str:
+    """A part of a file's name, R4 of most: with what else the same command is run with, so that no run replaces another's file."""
+    nodes = nodes_of(stamp)
+    return "-".join(filter(None, [f"R{ranks}", f"nodes{nodes}" if nodes > 1 else "", dtype if dtype != "bfloat16" else ""]))
+
+
 @dataclass
 class Report:
     """All results of one mode, and how they were got."""
@@ -139,7 +150,7 @@ class Report:
 
     @property
     def name(self) -> str:
-        return f"{self.op}-{self.suite}-R{self.ranks}-{self.mode}"
+        return f"{self.op}-{self.suite}-{ranks_name(self.ranks, self.dtype, self.environment)}-{self.mode}"
 
     def times(self, result: Result) -> dict[str, float | None]:
         return {row.method: row.ms for row in result.rows}
@@ -343,6 +354,8 @@ def environment(arguments: Iterable[str], tool: str = "bench") -> dict[str, Any]
     """Everything without which a figure is not a figure. Variables whose value is a path are left out."""
     import torch
 
+    from ..runtime import world
+
     versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -358,6 +371,7 @@ def environment(arguments: Iterable[str], tool: str = "bench") -> dict[str, Any]
         "versions": versions,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "multiprocessors": torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count if cuda else None,
+        "nodes": len(world.current().control.nodes) if world.is_initialized() else None,
         "driver": driver[0] if driver else None,
         "cuda": torch.version.cuda,
         "clocks_fields": "index, SM, SM at most, memory, power, power limit, temperature",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ops.trace import Clock
-from .bench_report import Shape
+from .bench_report import Shape, ranks_name
 from .trace_events import KINDS, Span, Timeline, summary
 
 #: Lanes of transfers come behind those of programs. Numbers of processes and lanes begin at 1, since 0 is the idle one to viewers.
@@ -34,7 +34,7 @@ class Report:
     @property
     def name(self) -> str:
         m, n, k = self.shape
-        return f"{self.op}-{m}x{n}x{k}-R{len(self.ranks)}-{self.path.split('/')[0]}"
+        return f"{self.op}-{m}x{n}x{k}-{ranks_name(len(self.ranks), self.dtype, {})}-{self.path.split('/')[0]}"
 
     @property
     def origin(self) -> int:
