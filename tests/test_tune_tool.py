@@ -180,6 +180,8 @@ def test_tables_from_records(tmp_path, capsys):
         assert tune.main(["from-records", *(str(ROOT / "docs" / "measured" / name) for name in names), "--out", str(out)]) == 0
         shipped = tuned.TABLES / f"nvidia-h200-132-r{ranks}.json"
         assert out.read_text() == shipped.read_text(), "the shipped table is not what its sources say"
+        commits = {json.loads((ROOT / "docs" / "measured" / name).read_text())["environment"]["commit"] for name in names}
+        assert set(json.loads(out.read_text())["software"]["commit"].split(", ")) == commits
     few, wide = tuned.known(H200, "ag_gemm", torch.bfloat16, 2), (512, 57344, 8192)
     assert few and wide not in few, "sequential, which the record has not, is expected to be much faster there"
     (tmp_path / "bad.json").write_text("{}")

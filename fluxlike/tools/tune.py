@@ -186,7 +186,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     ValueError names a record that is no use, and two of one shape: which of them counts is not for their order to say.
     """
     found: dict[choice.Problem, tuple[Path, Entry | None]] = {}
-    machines, sources, measured = set(), [], {}
+    machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -196,7 +196,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
             machines.add(machine)
             sources.append(path.name)
-            measured = {"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]}
+            measured.append({"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]})
             made = {_problem(data, shape, machine): _recorded(data, shape, machine) for shape in data["shapes"]}
         for problem, entry in made.items():
             if problem in found:
@@ -208,7 +208,9 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     out.unlink(missing_ok=True)
     entries = [entry for _, entry in found.values() if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
-    tuned.store(machines.pop(), entries, out, software=measured, source=sources, about=about)
+    # of every record: the table is of all of them
+    software = {key: ", ".join(dict.fromkeys(str(one[key]) for one in measured if one[key])) for key in measured[0]}
+    tuned.store(machines.pop(), entries, out, software=software, source=sources, about=about)
     return len(entries)
 
 
