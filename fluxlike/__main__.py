@@ -20,6 +20,8 @@ TOOLS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has ASCII only gets a ? for an arrow, and no traceback
     width = max(map(len, TOOLS))
     parser = argparse.ArgumentParser(
         prog="python -m fluxlike",

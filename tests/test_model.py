@@ -276,6 +276,12 @@ def test_what_is_no_record(text, capsys, tmp_path):
     assert f"model: {path} is no record of bench" in capsys.readouterr().err
 
 
+def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", "--plot", str(tmp_path / "m.what")]) == 1
+    assert capsys.readouterr().err.startswith("model: Format 'what' is not supported")
+
+
 @pytest.mark.parametrize("option", ("--json", "--plot"))
 def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
     path = tmp_path / "nowhere" / "file.png"

@@ -3,6 +3,8 @@
 No test here needs a GPU, so none shows that the real torch and NVML answer as these do."""
 
 import json
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -277,12 +279,21 @@ def test_the_picture(tmp_path, capsys):
     assert path.read_bytes().startswith(b"\x89PNG") and f"written: {path}" in capsys.readouterr().out
 
 
-def test_without_matplotlib_it_says_so(tmp_path, monkeypatch):
+def test_without_matplotlib_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     matrix = LinkMatrix.preset("p3.8xlarge")
     trees = plan_trees(matrix)
     why = topo_report.draw(matrix, trees, measure(matrix, trees), tmp_path / "y.png")
     assert "pip install matplotlib" in (why or "") and not (tmp_path / "y.png").exists()
+    assert topo.main(["p3.8xlarge", "--png", str(tmp_path / "y.png")]) == 1, "a file that was asked for and is not there"
+    assert capsys.readouterr().err == f"topo: {why}\n"
+
+
+def test_a_terminal_that_knows_ascii_only():
+    command = [sys.executable, "-m", "fluxlike", "topo", "p3.8xlarge"]
+    environ = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout and "?" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

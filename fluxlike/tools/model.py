@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         if asked.json:
             topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
         why = draw(rows, Path(asked.plot)) if asked.plot else None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
         why = str(error)
     if why:
         print(f"model: {why}", file=sys.stderr)

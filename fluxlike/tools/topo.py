@@ -145,7 +145,8 @@ def write(path: str, data: dict[str, Any]) -> None:
     print(f"written: {path}")
 
 
-def one(asked: argparse.Namespace, arguments: Sequence[str]) -> None:
+def one(asked: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Matrix and plan of one machine; the exit status."""
     matrix = probed() if asked.probe else load(asked.topology) if asked.topology else current()
     print("\n".join(topo_report.matrix_lines(matrix)), flush=True)
     if asked.save:
@@ -161,7 +162,12 @@ def one(asked: argparse.Namespace, arguments: Sequence[str]) -> None:
         found = as_json(trees, cost, seconds)
         write(asked.json, {"environment": stamp(arguments), "matrix": matrix.as_json(), "options": options} | found)
     if asked.png:
-        print(topo_report.draw(matrix, trees, cost, Path(asked.png)) or f"written: {asked.png}")
+        why = topo_report.draw(matrix, trees, cost, Path(asked.png))
+        if why:
+            print(f"topo: {why}", file=sys.stderr)
+            return 1
+        print(f"written: {asked.png}")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -170,9 +176,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if asked.all:
             everything(asked.seed, asked.random, arguments, asked.json)
-        else:
-            one(asked, arguments)
+            return 0
+        return one(asked, arguments)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"topo: {error}", file=sys.stderr)
         return 1
-    return 0
