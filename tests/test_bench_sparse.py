@@ -138,8 +138,18 @@ def test_time_over_ranks(tmp_path, monkeypatch, capsys):
     last_panels = {"horovod": [(2, 20), (4, 40)], "exact": [(2, 3), (4, 3)], "padded": [(2, 0.5), (4, 0.5)]}
     assert lines == last_panels
     found = bench_records.panels(bench_records.read("sparse_all_reduce", paths))
-    assert list(found) == [f"{table}×uniform, float32, eager" for table in ("500×4×40", "500×4×20", "60×4×20")]
-    assert found["500×4×40×uniform, float32, eager"] == {"horovod": [(2, 40), (4, 80)], "exact": [(2, 1), (4, 2)]}
+    assert list(found) == [f"{table}×uniform, float32, eager, a GPU" for table in ("500×4×40", "500×4×20", "60×4×20")]
+    assert found["500×4×40×uniform, float32, eager, a GPU"] == {"horovod": [(2, 40), (4, 80)], "exact": [(2, 1), (4, 2)]}
+
+
+def test_no_line_joins_machines_that_differ():
+    """Four ranks of the one and two of the other are no order of ranks."""
+    four, two = swept(4).as_json(), swept(2).as_json()
+    assert bench_records.panels([four, two])
+    for other in ({"gpu": "another"}, {"gpu": "a GPU", "nodes": 2}, {"gpu": "a GPU", "variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}):
+        assert not bench_records.panels([four, two | {"environment": other}])
+    (name, *_) = bench_records.panels([report | {"environment": {"gpu": None, "nodes": 2}} for report in (four, two)])
+    assert name.endswith(", eager, no GPU, 2 nodes")
 
 
 def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
@@ -153,7 +163,7 @@ def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
     assert plot_records([path, swept(4, 2.0).save(tmp_path / "other")], tmp_path) == 2
     assert "two records have times of horovod at 500×4×40×uniform on 4 ranks" in capsys.readouterr().out
     other = tmp_path / "other.json"
-    heads = {"op": "sparse_all_reduce", "ranks": 2, "mode": "eager", "dtype": "float32"}
+    heads = {"op": "sparse_all_reduce", "ranks": 2, "mode": "eager", "dtype": "float32", "environment": {"gpu": None}}
     wrong = [json.dumps(heads | {"shapes": shapes}) for shapes in ([{}], [{"methods": []}], [{"methods": {"exact": {}}}], 5)]
     for text, said in (*((text, "is no record") for text in ("{", "[]", *wrong)), (json.dumps({"op": "gemm_rs"}), "of 'gemm_rs'")):
         other.write_text(text)
