@@ -172,39 +172,58 @@ def test_members_of_other_numbers_of_groups():
 
 
 def crossed(group):
-    """Two groups of the same ranks: on each rank another one is the first to be connected, to grow the heap, and to be closed."""
+    """Two groups of the same ranks: on each rank another one is the first to be connected, to grow the heap, and to be closed.
+
+    Their names are others on each rank, as those of split groups may be.
+    """
     rank = dist.get_rank(group)
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for number, mine in enumerate(groups):
+        mine._set_group_name(f"{number} of rank {rank}")
     fluxlike.init(heap="shm", heap_bytes=1 << 20)
     sums: dict[int, float] = {}
+    failed: dict[int, str] = {}
 
-    def reduce(which, late):
-        time.sleep(late)
+    def reduce(which):
         sums[which] = fluxlike.all_reduce(torch.full((4,), 10.0**which), group=groups[which])[0].item()
 
-    def grow(which, late):
-        time.sleep(late)
+    def grow(which):
         size = 1024 if which else 16
-        fluxlike.create_gemm_rs_context(size, size, group=groups[which] if which else None)
+        fluxlike.create_gemm_rs_context(size, size, group=groups[which])
 
-    for act in (reduce, grow):
-        threads = [threading.Thread(target=act, args=(which, 0.4 * (rank ^ which))) for which in (0, 1)]
+    def overgrow(which):
+        try:
+            fluxlike.create_gemm_rs_context(*(16384, 16384) if which else (1024, 1024), group=groups[which])
+        except RuntimeError as error:
+            failed[which] = str(error)
+
+    limit, make = 1 << 28, world.current()._make_segment
+
+    def limited(nbytes, control):
+        if sum(s.nbytes for s in world.current().heap.segments) + nbytes > limit:
+            raise RuntimeError("no more memory")
+        return make(nbytes, control)
+
+    world.current().heap._make = limited
+    for act in (reduce, grow, overgrow):
+        dist.barrier()
+        threads = [threading.Timer(0.5 * (rank ^ which), act, (which,)) for which in (0, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert sums == {0: 2, 1: 20}, sums
+    assert failed.get(1) == "no more memory", failed
     contexts = world.current().contexts
-    assert len(contexts) == 4
     if rank:
         contexts.reverse()
     since = time.monotonic()
     fluxlike.finalize()
-    assert time.monotonic() - since < 5
-    return True
+    assert time.monotonic() - since < 10
+    return sorted(failed)
 
 
 @pytest.mark.skipif(TORCHRUN, reason="starts fluxlike itself")
 def test_groups_of_the_same_ranks():
-    for outcome in run_fresh(crossed, 2, {"FLUXLIKE_TIMEOUT_S": "10"}, heap="shm", timeout=60):
-        assert outcome.value, str(outcome)
+    first, second = run_fresh(crossed, 2, {"FLUXLIKE_TIMEOUT_S": "15"}, heap="shm", timeout=90)
+    assert first.ok and second.ok and first.value == second.value, f"{first}\n{second}"

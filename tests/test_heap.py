@@ -203,7 +203,15 @@ def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     nvshmem.start(torch.device("cuda", 0), control, one_host=True)
     nvshmem.stop()
     assert dict(os.environ) == before
-    nvshmem.start(torch.device("cuda", 0), control, one_host=True)  # and does not get as far as a stop
+    with pytest.raises(RuntimeError, match="no device"), monkeypatch.context() as patch:
+        patch.setattr(devices, "Device", lambda index: (_ for _ in ()).throw(RuntimeError("no device")))
+        nvshmem.start(torch.device("cuda", 0), control, one_host=True)
+    assert dict(os.environ) == before
+    nvshmem.start(torch.device("cuda", 0), control, one_host=True)
+    os.environ["NVSHMEM_REMOTE_TRANSPORT"] = "ibrc"  # by the user, meanwhile
+    nvshmem.stop()
+    assert dict(os.environ) == before | {"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}
+    del os.environ["NVSHMEM_REMOTE_TRANSPORT"]
     nvshmem.start(torch.device("cuda", 0), control, one_host=False)
     mine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "mine"}
     assert seen[:2] == [nvshmem._ONE_HOST | mine] * 2 and seen[2] == dict.fromkeys(nvshmem._ONE_HOST) | mine

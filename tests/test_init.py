@@ -84,9 +84,11 @@ def test_ranks_on_one_gpu_that_do_not_say_so(caplog):
     refuses(lambda: cuda.check_places([4, 6, 8], TWO_AND_ONE), ValueError, *TOLD)
     cuda.check_places([4, 6, 8], [(gpu, 2) for gpu, _ in TWO_AND_ONE])
     cuda.check_places([4, 6], TWO_AND_ONE[:2])
+    cuda.warn_of_places(TWO_AND_ONE[:2])
+    cuda.warn_of_places([("GPU-a", 2), ("GPU-a", 2), ("GPU-b", 2)])
     assert not caplog.records
-    cuda.check_places([4, 6], [("GPU-a", 2), ("GPU-b", 2)])
-    assert "is 2 and each of these ranks has a GPU to itself" in caplog.text
+    cuda.warn_of_places([("GPU-a", 2), ("GPU-b", 2)])
+    assert "is 2 and every rank has a GPU to itself" in caplog.text
     differ = [("GPU-a", 2), ("GPU-a", 2), ("GPU-b", 1)]
     refuses(lambda: cuda.check_places([4, 6, 8], differ), ValueError, "is 2 on rank 4 and 1 on rank 8", "set one on all")
 

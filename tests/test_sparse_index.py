@@ -1,13 +1,45 @@
 """The tables of ids: those by torch for ids that anybody can place, those by kernels against them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import device, run_ranks
 
 import fluxlike
-from fluxlike.ops import sparse_index
+from fluxlike.ops import keeping, sparse_all_reduce, sparse_index
 from fluxlike.tools import sparse_tables
+
+
+def test_the_last_rows_of_a_table_that_int32_just_holds(monkeypatch):
+    """Where the rows of the last rank end, one more than an id may be: in the dtype of the ids that number is a negative one."""
+    rows, ranks = 2**31 - 4, 8
+    assert sparse_index.key_dtype(rows) == torch.int32
+    chunk = -(-rows // ranks)
+    ids = [0, chunk - 1, chunk, 7 * chunk - 1, 7 * chunk, rows - 1]
+    messages = torch.tensor([[0] * sparse_index.HEAD + ids] * ranks, dtype=torch.int32)
+    monkeypatch.setattr(sparse_index, "table", lambda ctx, kept, owned: SimpleNamespace(_replace=lambda targets: (kept, targets)))
+    end = torch.iinfo(torch.int32).max
+    wanted = {0: [0, chunk - 1] + 4 * [end], 6: 3 * [end] + [chunk - 1, end, end], 7: 4 * [end] + [0, rows - 1 - 7 * chunk]}
+    for rank, mine in wanted.items():
+        kept, targets = sparse_index.shard(SimpleNamespace(rank=rank, size=ranks), messages, chunk)
+        assert kept[0, sparse_index.HEAD :].tolist() == mine and targets.tolist() == [0, 0, 1, 6, 7, 7]
+
+
+def test_kept_memory_is_no_larger_than_kernels_count(monkeypatch):
+    """What a call has is checked, and what is kept for it is rounded up: but not beyond that."""
+    made = []
+    control = SimpleNamespace(name="a", size=6, gather=lambda value, what: [value])
+    this = SimpleNamespace(cached={}, executor=SimpleNamespace(is_capturing=lambda: False))
+    for module in (sparse_all_reduce.world, keeping.world):
+        monkeypatch.setattr(module, "current", lambda: this)
+    monkeypatch.setattr(sparse_all_reduce, "SparseAllReduceContext", lambda control, rows, *args: made.append(rows) or made)
+    for entries in (30_000_000, 40_000_000):
+        this.cached.clear()
+        sparse_all_reduce._context(control, entries, "exact", 8, torch.float32, torch.float32)
+    assert made == [2**25, 51_128_986]
+    assert made[-1] * 6 * 6 < 2**31 < 2**26 * 6 * 6
 
 
 def test_tables_by_torch():

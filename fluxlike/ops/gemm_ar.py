@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..runtime import racecheck, world
-from . import all_reduce, exchange, validate
+from . import all_reduce, exchange, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
 from .group import resolve, wants_gradient
@@ -107,7 +107,8 @@ def call(
     with control.lock:
         if ctx is None:
             key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
-            ctx = kept(key, control, sizes, lambda wanted: GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group), 1 << 31)
+            make = lambda wanted: GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)  # noqa: E731
+            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
         validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
         if m == 0 or n == 0:

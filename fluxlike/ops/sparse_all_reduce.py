@@ -403,8 +403,8 @@ def _context(
         return known  # type: ignore[no-any-return]
     if mode == "exact" and not world.current().executor.is_capturing():
         entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
-    countable(control.size, entries)
-    return kept(key, control, {"rows": max(entries, ROW)}, make, tiling.MAX_SIZE)  # type: ignore[no-any-return]
+    most = countable(control.size, entries)
+    return kept(key, control, {"rows": max(entries, ROW)}, make, most)  # type: ignore[no-any-return]
 
 
 def _result(

@@ -51,11 +51,12 @@ def wire_of(dtype: Any, wire: Any) -> torch.dtype:
     return dtype if named is None else named
 
 
-def countable(ranks: int, entries: int) -> None:
-    """So many entries a rank are a number that the kernels' arithmetic holds: their loops go one step beyond ranks² as many."""
+def countable(ranks: int, entries: int) -> int:
+    """The most entries of a rank that the kernels' arithmetic holds: their loops go one step beyond ranks² as many."""
     most = min(tiling.MAX_SIZE // (ranks * (ranks + 1)) - ROW, MOST_ENTRIES)
     if entries > most:
         raise ValueError(f"{NAME}: {entries} entries on a rank are more than {most}, up to which kernels count; split the table")
+    return most
 
 
 def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_dtype: Any, scatter: bool = False) -> torch.dtype:

@@ -137,7 +137,8 @@ def local(ctx: "GroupContext", ids: torch.Tensor, capacity: int, dtype: torch.dt
 def shard(ctx: "GroupContext", messages: torch.Tensor, chunk: int) -> Table:
     """`table` of the ids that belong to this rank, as ids below ``chunk``: id i belongs to rank i // chunk, who alone reads it."""
     ids, end, rank = messages[:, HEAD:], _end(messages.dtype), ctx.rank
-    mine = (ids >= rank * chunk) & (ids < (rank + 1) * chunk)  # the end of a list is behind all
+    # the end of a list is behind all, and what is behind it would wrap in the dtype of the ids
+    mine = (ids >= rank * chunk) & (ids < min((rank + 1) * chunk, end))
     kept = torch.cat([messages[:, :HEAD], torch.where(mine, ids - rank * chunk, end)], 1)
     targets = (messages[rank, HEAD:] // chunk).clamp(0, ctx.size - 1)  # also of ids outside of the table
     return table(ctx, kept, False)._replace(targets=targets.to(torch.int32))

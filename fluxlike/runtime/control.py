@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxlike")
 
-#: How often these ranks have made connections by a name: the same number on all of them, so part of one they agree on.
+#: How often these ranks have made connections by a key: the same number on all of them, so part of a name they agree on.
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _counting = threading.Lock()
 
@@ -64,14 +64,25 @@ def _keep() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
+def key_of(group: dist.ProcessGroup) -> str:
+    """Which of the torch groups of its ranks a group is, counted as they were made: an order that torch asks all ranks to keep.
+
+    Names of split groups are not for that: they say how many groups this rank is in (pytorch issue 190396).
+    """
+    ranks, known = dist.get_process_group_ranks(group), dist.distributed_c10d._world.pg_group_ranks
+    alike = [other.group_name for other in list(known) if dist.get_process_group_ranks(other) == ranks]
+    return str(alike.index(group.group_name))
+
+
 class ControlGroup:
     """The ranks of one torch group, or those of it on one node: who they are, and how they agree.
 
-    Making it is collective over them. ``group``: the torch group of these ranks; None for a part of one.
+    Making it is collective over them. ``group``: the torch group of these ranks; None for a part of one. ``key``: tells it from
+    other groups of the same ranks, and is the same on all of them, as torch's names are not; see `key_of`.
     """
 
-    def __init__(self, ranks: list[int], name: str, group: dist.ProcessGroup | None) -> None:
-        self.ranks, self.name, self.group = ranks, name, group
+    def __init__(self, ranks: list[int], name: str, group: dist.ProcessGroup | None, key: str) -> None:
+        self.ranks, self.name, self.group, self.key = ranks, name, group, key
         self.rank: int = self.ranks.index(dist.get_rank())
         self.size: int = len(self.ranks)
         #: The places in the group of the ranks of each node, and which node is this rank's; see `nodes`.
@@ -93,10 +104,10 @@ class ControlGroup:
         self._begun: tuple[Any, list[torch.Tensor]] | None = None
         # of two groups of the same ranks each rank may connect another one first
         with _counting:
-            _made[name, tuple(self.ranks)] += 1
-            time = _made[name, tuple(self.ranks)]
+            _made[key, tuple(self.ranks)] += 1
+            time = _made[key, tuple(self.ranks)]
         store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"fluxlike/{name}/{'-'.join(map(str, self.ranks))}/{time}", dist.distributed_c10d._get_default_store()
+            f"fluxlike/{'-'.join(map(str, self.ranks))}/{key}/{time}", dist.distributed_c10d._get_default_store()
         )
         try:
             self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.patience()))

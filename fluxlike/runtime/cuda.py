@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from triton import knobs
 
 from . import driver, env, nvshmem
@@ -149,11 +150,14 @@ def check_places(ranks: Sequence[int], said: Sequence[tuple[str, int]]) -> None:
                 "torch.cuda.set_device(LOCAL_RANK) before fluxlike.init, or, for tests with fewer GPUs than ranks, set "
                 f"FLUXLIKE_RANKS_PER_GPU={len(together)}"
             )
+
+
+def warn_of_places(said: Sequence[tuple[str, int]]) -> None:
+    """Where no two of all ranks share a GPU, and said to."""
+    gpus, most = [gpu for gpu, _ in said], said[0][1]
     if most > 1 and len(set(gpus)) == len(gpus):
         log.warning(
-            "FLUXLIKE_RANKS_PER_GPU is %d and each of these ranks has a GPU to itself, of which kernels use 1/%d; unset it",
-            most,
-            most,
+            "FLUXLIKE_RANKS_PER_GPU is %d and every rank has a GPU to itself, of which kernels use 1/%d; unset it", most, most
         )
 
 
@@ -188,7 +192,10 @@ class CudaExecutor:
                 "copies that are queued behind it, so these calls end in PeerTimeout; unset it, or make contexts with "
                 "schedule='in_kernel'"
             )
-        check_places(control.ranks, control.gather((self.gpu, env.ranks_per_gpu()), "fluxlike.init: GPUs"))
+        said = control.gather((self.gpu, env.ranks_per_gpu()), "fluxlike.init: GPUs")
+        check_places(control.ranks, said)
+        if control.rank == 0 and control.size == dist.get_world_size():
+            warn_of_places(said)
         self.one_host = len(control.nodes) == env.virtual_nodes()
         nvshmem.start(self.device, control, self.one_host)
         self._context, self._threads.known = driver.context(), True

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from .control import ControlGroup
+from .errors import PeerTimeout
 
 ALIGN = 512
 
@@ -88,6 +89,18 @@ class SymmetricHeap:
                 self._meeting = self._connect()
             self._add(max(self._meeting.gather(nbytes, "growing the symmetric heap")), self._meeting)
 
+    def _grown(self, nbytes: int, together: ControlGroup) -> Exception | None:
+        """What a rank of ``together`` was told when the heap was to grow, which ranks that met another thread may not have been."""
+        error: Exception | None = None
+        try:
+            self._grow(nbytes)
+        except PeerTimeout:
+            raise
+        except RuntimeError as problem:
+            error = problem
+        said = [text for text in together.gather(error and str(error), "growing the symmetric heap") if text]
+        return error or (RuntimeError(said[0]) if said else None)
+
     def allocate(self, nbytes: int, control: ControlGroup, indices: list[int]) -> Block:
         """Collective over ``control``: the same offset on all its ranks, ``indices`` in the world. The bytes are not cleared.
 
@@ -98,11 +111,14 @@ class SymmetricHeap:
         everyone = control if control.ranks == self._world.ranks else control.whole
         can_grow = everyone.ranks == self._world.ranks
         together = everyone if can_grow else control
+        failure: Exception | None = None
         while True:
             place = first_fit(control.gather(self._free, "allocating on the symmetric heap"), nbytes)
             fits = place is not None if together is control else all(together.gather(place is not None, "allocating on the nodes"))
             if can_grow and not fits:
-                self._grow(max(nbytes, self.segments[0].nbytes))
+                if failure is not None:
+                    raise failure
+                failure = self._grown(max(nbytes, self.segments[0].nbytes), together)
                 continue
             if place is None:
                 raise RuntimeError(

@@ -41,17 +41,19 @@ def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
             "fluxlike.init(heap='shm') with CPU tensors"
         )
     control.agree("starting NVSHMEM", None, error)
-    _take_back()  # of a start that failed
     for name, value in (_DEFAULTS | (_ONE_HOST if one_host else {})).items():
         if name not in os.environ:
-            os.environ[name] = value
-            _set.append(name)
-    cuda_device = Device(device.index)
-    cuda_device.set_current()
-    unique = nvshmem.get_unique_id(empty=control.rank != 0)
-    raw = unique._data.view(np.uint8)  # of numpy; what it holds travels as numbers
-    raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
-    nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
+            os.environ[name] = _set[name] = value
+    try:
+        cuda_device = Device(device.index)
+        cuda_device.set_current()
+        unique = nvshmem.get_unique_id(empty=control.rank != 0)
+        raw = unique._data.view(np.uint8)  # of numpy; what it holds travels as numbers
+        raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
+        nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
+    except BaseException:
+        _take_back()
+        raise
 
 
 def stop() -> None:
@@ -63,12 +65,14 @@ def stop() -> None:
 
 
 #: Settings that `start` made: the next one may be for other ranks.
-_set: list[str] = []
+_set: dict[str, str] = {}
 
 
 def _take_back() -> None:
     while _set:
-        os.environ.pop(_set.pop(), None)
+        name, value = _set.popitem()
+        if os.environ.get(name) == value:  # else the user has set another since
+            del os.environ[name]
 
 
 #: Threads may call on two groups at once, and NVSHMEM is started for one thread.
@@ -124,7 +128,7 @@ class NvshmemSegment:
         self._rank, self._current = control.rank, current
         error: Exception | None = None
         try:
-            with _one_at_a_time, current():
+            with current():
                 self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
         except Exception as problem:  # nvshmem4py raises several kinds; each means that the memory is not to be had
             error = RuntimeError(
@@ -154,5 +158,5 @@ class NvshmemSegment:
     def close(self) -> None:
         import nvshmem.core as nvshmem
 
-        with _one_at_a_time, self._current():
+        with self._current():
             nvshmem.free_tensor(self.local)

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from . import env, nodes, racecheck
 from .calls import CallBoard
-from .control import ControlGroup, keep_in_children
+from .control import ControlGroup, keep_in_children, key_of
 from .errors import CallMismatch, PeerTimeout
 from .heap import Segment, SymmetricHeap
 
@@ -53,7 +53,7 @@ class World:
         self.group, self.owns_torch = group, owns_torch
         self._process = os.getpid()
         self._connecting: dict[str, threading.Lock] = {}
-        self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group)
+        self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group, key_of(group))
         self.rank, self.size = self.control.rank, self.control.size
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
@@ -115,7 +115,8 @@ class World:
         control.node = next(node for node, places in enumerate(control.nodes) if control.rank in places)
         if control.spans:
             ranks = [control.ranks[place] for place in control.nodes[control.node]]
-            control.local = ControlGroup(ranks, f"{control.name}/node {control.node}", None)
+            part = f"node {control.node}"
+            control.local = ControlGroup(ranks, f"{control.name}/{part}", None, f"{control.key}/{part}")
             control.local.whole = control
         control.local.board = CallBoard(control.local)
 
@@ -132,7 +133,7 @@ class World:
 
     def _connect_heap(self) -> ControlGroup:
         """Connections of the heap's own; collective over the ranks that share it."""
-        control = ControlGroup(self.sharing.ranks, f"{self.sharing.name}/heap", None)
+        control = ControlGroup(self.sharing.ranks, f"{self.sharing.name}/heap", None, f"{self.sharing.key}/heap")
         control.nodes, control.node = self.sharing.nodes, self.sharing.node
         self._controls[control.name] = control
         return control
@@ -156,7 +157,7 @@ class World:
             with self._connecting.setdefault(name, threading.Lock()):
                 known = self._controls.get(name)
                 if known is None:
-                    known = ControlGroup(ranks, name, group)
+                    known = ControlGroup(ranks, name, group, key_of(group))
                     self._divide(known)
                     self._controls[name] = known
         return known
@@ -183,7 +184,7 @@ class World:
         self.executor.synchronize()
         unseen = [failure for context in self.contexts if (failure := context.unseen_failure()) is not None]
         # Threads of each rank make contexts of different groups in an order of their own; those of one group have one on all ranks.
-        for context in sorted(self.contexts, key=lambda context: context.control.name):
+        for context in sorted(self.contexts, key=lambda context: (context.control.whole.ranks, context.control.key)):
             try:
                 context.close()
             except (CallMismatch, PeerTimeout) as error:
