@@ -194,7 +194,7 @@ class CudaExecutor:
             )
         said = control.gather((self.gpu, env.ranks_per_gpu()), "fluxlike.init: GPUs")
         check_places(control.ranks, said)
-        if control.rank == 0 and control.size == dist.get_world_size():
+        if control.rank == 0 and env.ranks_per_gpu() > 1 and control.size == dist.get_world_size():
             warn_of_places(said)
         self.one_host = len(control.nodes) == env.virtual_nodes()
         nvshmem.start(self.device, control, self.one_host)
