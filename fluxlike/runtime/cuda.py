@@ -99,7 +99,7 @@ class CudaPuts:
             nvshmem.signal(address, 1, pe, torch.cuda.current_stream(self._device).cuda_stream, add=True)
 
     def quiet(self) -> None:
-        """What was queued here and on the current stream is complete at the other nodes, once these streams are done."""
+        """What was queued here, on the current stream and of abort words is complete at the other nodes, once these are done."""
         if not self._executor.one_host:  # where GPUs write to each other that is so without
             with self._executor.current():
                 current = torch.cuda.current_stream(self._device).cuda_stream

@@ -66,11 +66,12 @@ class SymmetricHeap:
         connect: Callable[[], ControlGroup] | None = None,
     ) -> None:  # fmt: skip
         """Collective over ``world``. ``connect``: makes connections of its ranks on which nothing else meets."""
-        self._make, self._world, self._connect = make_segment, world, connect
+        self._make, self._world, self._connect = make_segment, world, connect or (lambda: world)
         self.segments: list[Segment] = []
         self._free: list[Free] = []
         self._lock, self._growing = threading.Lock(), threading.Lock()
-        self._meeting: ControlGroup | None = None if connect else world
+        #: Where the ranks meet to grow it; made when they first do.
+        self._meeting: ControlGroup | None = None
         self._add(nbytes, world)
 
     def _add(self, nbytes: int, control: ControlGroup) -> None:
@@ -85,12 +86,11 @@ class SymmetricHeap:
         """
         with self._growing:
             if self._meeting is None:
-                assert self._connect is not None
                 self._meeting = self._connect()
             self._add(max(self._meeting.gather(nbytes, "growing the symmetric heap")), self._meeting)
 
-    def _grown(self, nbytes: int, together: ControlGroup) -> Exception | None:
-        """What a rank of ``together`` was told when the heap was to grow, which ranks that met another thread may not have been."""
+    def _try_to_grow(self, nbytes: int, together: ControlGroup) -> Exception | None:
+        """`_grow`, and the error if it failed on any rank of ``together``: of two that cross, one may have failed for each rank."""
         error: Exception | None = None
         try:
             self._grow(nbytes)
@@ -118,7 +118,7 @@ class SymmetricHeap:
             if can_grow and not fits:
                 if failure is not None:
                     raise failure
-                failure = self._grown(max(nbytes, self.segments[0].nbytes), together)
+                failure = self._try_to_grow(max(nbytes, self.segments[0].nbytes), together)
                 continue
             if place is None:
                 raise RuntimeError(

@@ -29,6 +29,17 @@ _ONE_HOST = {
 }
 
 
+#: Settings that `start` made: the next one may be for other ranks.
+_set: dict[str, str] = {}
+
+
+def _take_back() -> None:
+    while _set:
+        name, value = _set.popitem()
+        if os.environ.get(name) == value:  # else the user has set another since
+            del os.environ[name]
+
+
 def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
     """Start NVSHMEM on ``device``; collective over the world. Settings that the user made in the environment stay."""
     error: Exception | None = None
@@ -62,17 +73,6 @@ def stop() -> None:
 
     nvshmem.finalize()
     _take_back()
-
-
-#: Settings that `start` made: the next one may be for other ranks.
-_set: dict[str, str] = {}
-
-
-def _take_back() -> None:
-    while _set:
-        name, value = _set.popitem()
-        if os.environ.get(name) == value:  # else the user has set another since
-            del os.environ[name]
 
 
 #: Threads may call on two groups at once, and NVSHMEM is started for one thread.

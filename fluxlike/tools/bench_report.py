@@ -400,8 +400,6 @@ class Voice:
         self.console: Any = None
         if loud:
             terminal = sys.stdout.isatty()
-            if not terminal and hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(errors="replace")
             self.console = importlib.import_module("rich.console").Console(width=None if terminal else 200)
 
     def say(self, text: str) -> None:

@@ -131,7 +131,7 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
 
 def spans_nodes(tool: str) -> bool:
     """Whether the ranks are on several nodes, where ``tool`` has no work; said once. After fluxlike.init."""
-    control = world.current().control_of(None)
+    control = world.current().control
     if control.spans and control.rank == 0:
         where = f"the ranks are on {len(control.nodes)} nodes, and {tool} works on one"
         mend = "start it on the ranks of one node, without --nnodes and FLUXLIKE_VIRTUAL_NODES"
