@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import SCHEDULES, TORCH, AGCase, RSCase, launches, same
-from ranks import device, ints, rows_slice, run_ranks
+from ranks import device, exact, ints, rows_slice, run_ranks
 
 import fluxlike
+from fluxlike.ops import all_reduce, collectives
 
 pytestmark = pytest.mark.gpu
 WORLDS = (2, 4)
@@ -101,6 +102,74 @@ def graphs(group, schedule):
 @pytest.mark.parametrize("world", WORLDS)
 def test_graphs(world, schedule):
     run_ranks(graphs, world, schedule=schedule)
+
+
+def collective_graphs(group):
+    """Each collective by each algorithm in one graph, lists as well; replays on changing inputs, eager calls in between."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    shapes, ways = ((5,), (3000,), (2 * size + 1, 700)), (*all_reduce.ALGORITHMS, "trees")
+    m, rows = shapes[2][0], rows_slice(shapes[2][0], size, rank)
+    weight = ints((64, 700), torch.bfloat16, 7, density=0.02).to(device())
+
+    def given(seed, of):
+        return [ints(shape, torch.bfloat16, 100 * seed + 10 * i + of, -8, 8).to(device()) for i, shape in enumerate(shapes)]
+
+    xs = given(0, rank)
+    mine = xs[2][rows].clone()
+
+    def load(seed):
+        for target, source in zip(xs, given(seed, rank), strict=True):
+            target.copy_(source)
+        mine.copy_(xs[2][rows])
+
+    def calls():
+        made = {f"{algo} list": fluxlike.all_reduce(list(xs), group, algo=algo) for algo in ways}
+        made |= {f"{algo} max": [fluxlike.all_reduce(x, group, "max", algo) for x in xs] for algo in ways}
+        for algo in collectives.ALGORITHMS:
+            made[f"{algo} reduce_scatter"] = [fluxlike.reduce_scatter(xs[2], group, algo=algo)]
+            made[f"{algo} all_gather"] = [fluxlike.all_gather(mine, group, m, algo)]
+            made[f"{algo} reduce"] = [fluxlike.reduce(xs[1], size - 1, group, algo=algo)]
+            made[f"{algo} broadcast"] = [fluxlike.broadcast(xs[0], 0, group, algo)]
+        return made | {"gemm_ar": [fluxlike.gemm_ar(xs[2], weight, group=group)]}
+
+    def expected(seed):
+        parts = [given(seed, of) for of in range(size)]
+        together = [torch.stack(tensors).double() for tensors in zip(*parts, strict=True)]
+        total = [t.sum(0) for t in together]
+        exact(total[2].abs() @ weight.double().abs().T)
+        return {
+            "list": total,
+            "max": [t.amax(0) for t in together],
+            "reduce_scatter": [total[2][rows]],
+            "all_gather": [torch.cat([parts[of][2][rows_slice(m, size, of)] for of in range(size)]).double()],
+            "reduce": [total[1] if rank == size - 1 else None],
+            "broadcast": [parts[0][0].double()],
+            "gemm_ar": [total[2] @ weight.double().T],
+        }
+
+    def check(made, seed, what):
+        right = expected(seed)
+        for name, ys in made.items():
+            for i, (y, e) in enumerate(zip(ys, right[name.split()[-1]], strict=True)):
+                assert (y is None) == (e is None), f"{what}: {name}"
+                if y is not None:
+                    same(y, e.cpu(), f"{what}: {name}, tensor {i}")
+
+    check(calls(), 0, "before the capture")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls()
+    for seed in range(1, 6):
+        load(seed)
+        graph.replay()
+        if seed % 2 == 0:
+            check(calls(), seed, f"eager beside replay {seed}")
+        check(captured, seed, f"replay {seed}")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_collective_graphs(world):
+    run_ranks(collective_graphs, world)
 
 
 def no_growth_in_a_capture(group):
