@@ -1,7 +1,7 @@
 """The kernels of messages between nodes, which only GPUs launch: each of their waits and stores, under the interpreter.
 
 The puts are tested on GPUs by tests/test_nodes.py. What the kernels do with something taken away, tests/test_mutations.py judges by
-`BODIES`.
+`BODIES`. And what the host makes of the failures that kernels report.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from ranks import TORCHRUN, run_ranks
 import fluxlike
 from fluxlike.kernels import lang, sync
 from fluxlike.kernels import messages as kernels
+from fluxlike.ops.group import GroupContext
 from fluxlike.runtime import dry, interpreter, world
+from fluxlike.runtime.errors import CallMismatch, PeerTimeout
 
 USED, PITCH, RANK = 5, 40, 2
 NOT_THERE = -7
@@ -251,3 +253,44 @@ def test_who_gets_what(op, nodes):
             assert sources == own if op == "gemm_rs" else set(sources) == set(own), "each message with a head of its own"
             assert len(set(sources)) == (others if op == "gemm_rs" else 1)
             assert all(nbytes == 256 + 16 * (32 if op == "gemm_rs" else 16) * 2 for _, _, nbytes, *_ in mine)
+
+
+#: Failures as kernels report them: in the context of the node, in what it exchanges with, between nodes; and who is named.
+MESSAGE, SLOW, MATE = (sync.WAIT_MESSAGE, 1, 4, 3, 4), (sync.WAIT_PARTIAL, 1, 4, 3, 4), "because rank 1 gave up first"
+AWAY, NEAR = "waited 60 s for rank 2 on node 1: its message of call 4", "waited 60 s for rank 1: its partial sums of call 4"
+CAUSES = {
+    "one of the node has, another node does not come": ((*SLOW, 2), None, (*MESSAGE, 0), AWAY),
+    "the same in an exchange": (None, (*SLOW, 2), (*MESSAGE, 0), AWAY),
+    "one of the node has, the counterpart has": ((*SLOW, 2), None, (*MESSAGE, 2), "stopped waiting for rank 2 on node 1"),
+    "another node's is worth nothing": ((*SLOW, 2), None, (sync.PEER_FAILED, 1, 4, 4, 4, 0), "stopped waiting for rank 2 on"),
+    "another call there": ((*SLOW, 2), None, (sync.WRONG_MESSAGE, 1, 8, 6, 4, 0), "CallMismatch"),
+    "one of the node does not come": ((*SLOW, 0), None, (sync.NODE_FAILED, 0, 0, 0, 4, 0), NEAR),
+    "nor another node": ((*SLOW, 0), None, (*MESSAGE, 2), NEAR),
+    "one of the node has": ((*SLOW, 2), None, (sync.NODE_FAILED, 0, 0, 0, 4, 0), MATE),
+    "only between nodes": (None, None, (*MESSAGE, 0), AWAY),
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+@pytest.mark.parametrize("end", ("call", "check", "close"))
+def test_of_several_failures_the_cause_is_told(how, end, monkeypatch):
+    """By a call, a check or the closing, once; what only says that another rank gave up is of no use where this one knows why."""
+    *reports, named = CAUSES[how]
+    monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", "60")
+    for name, answer in (("diagnose", None), ("freeze", None), ("where", "")):
+        monkeypatch.setattr(dry.DryBoard, name, lambda self, *_, answer=answer: answer, raising=False)
+    monkeypatch.setattr(dry.DryExecutor, "post", lambda *_: None, raising=False)
+    monkeypatch.setattr(dry.DryExecutor, "post_to", lambda *_: None, raising=False)
+    monkeypatch.setattr(GroupContext, "gave_up", lambda self: 2)
+    with dry.recording((9, 0), 4, 0, 2):
+        ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
+        for report, said in zip((ctx.inner.report, ctx.inner.inner[-1].report, ctx.messages._report), reports, strict=True):
+            if said is not None:
+                report[1:7] = torch.tensor([said[0].value, *said[1:]])
+                report[0] = 1
+        x, w = dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16)
+        act = {"call": lambda: fluxlike.gemm_rs(x, w, ctx), "check": ctx.check, "close": ctx.close}[end]
+        with pytest.raises((PeerTimeout, CallMismatch)) as raised:
+            act()
+        assert named in f"{type(raised.value).__name__}: {raised.value}"
+        ctx.close()  # it has been said

@@ -376,6 +376,7 @@ class Alike:
     """A `ControlGroup` of four that say the same."""
 
     rank, size = 0, 4
+    whole = property(lambda self: self)
 
     def gather(self, value, what):
         return [value] * self.size
@@ -385,6 +386,7 @@ class Peers:
     """A `ControlGroup` of two, seen from rank 0; the other one's machine is ``other``."""
 
     rank, size = 0, 2
+    whole = property(lambda self: self)
 
     def __init__(self, other):
         self.other = other
@@ -406,8 +408,12 @@ def test_ranks_on_different_machines_use_no_table(cache, caplog):
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
-def test_ranks_on_gpus_of_two_kinds_choose_alike(op):
-    """An H100 and an A100: each rank chooses by the lesser of them, as tiles of other heights have other signals."""
+@pytest.mark.parametrize("nodes", (False, True))
+def test_ranks_on_gpus_of_two_kinds_choose_alike(op, nodes):
+    """An H100 and an A100: each rank chooses by the lesser of them, as tiles of other heights have other signals.
+
+    On two nodes as well, as what a node may choose says what memory it needs, and nodes allocate together.
+    """
     gpus = {(9, 0): Machine("NVIDIA H100", (9, 0), 132), (8, 0): Machine("NVIDIA A100", (8, 0), 108)}
     chosen = []
     for here, other in ((9, 0), (8, 0)), ((8, 0), (9, 0)):
@@ -415,7 +421,8 @@ def test_ranks_on_gpus_of_two_kinds_choose_alike(op):
             device=torch.device("cpu"), name=gpus[here].gpu, capability=here, programs=gpus[here].multiprocessors
         )
         ctx = SimpleNamespace(op=op, size=2, dtype=BF16, world=SimpleNamespace(executor=executor))
-        ctx.tuned = tuned.agreed(Peers(gpus[other].as_json()), op, BF16, executor)
+        peers = Peers(gpus[other].as_json())
+        ctx.tuned = tuned.agreed(SimpleNamespace(whole=peers, size=2) if nodes else peers, op, BF16, executor)
         chosen.append(choice.choose(Context.problem(ctx, 8192, 8192, 8192), "auto", ctx.tuned.table))
     assert chosen[0] == chosen[1]
 

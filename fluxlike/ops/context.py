@@ -103,7 +103,7 @@ class Context(GroupContext):
     def make_exchange(self, elements: int) -> None:
         """Memory for calls with schedule "sequential", if there may be any; ``elements``: of all parts of a call. Collective."""
         nbytes = elements * self.dtype.itemsize
-        why = choice.why_not_torch(self.world.executor.capability, self.dtype, self.tuned.torch_products)
+        why = choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products)
         if self.schedule == "auto" and why is None:
             nbytes = min(nbytes, sequential.LIMIT)
         elif self.schedule != sequential.NAME:

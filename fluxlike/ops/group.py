@@ -273,7 +273,7 @@ class GroupContext(Shared):
         if self._error is None and self._reported.value != 0:
             with self.control.lock:
                 words = [int(word) for word in self.report[1:7]]
-                self._error = self.board.diagnose() or PeerTimeout(self._describe(*words))
+                self._error = self.board.diagnose() or self._timeout("", *words)
                 self.board.freeze()
         return self._error
 
@@ -341,22 +341,24 @@ class GroupContext(Shared):
             with self.control.lock:
                 self._error = self.board.diagnose() or PeerTimeout(
                     f"{self.op}: what rank {me} has of the calls of this context may be wrong, because rank {other} gave up first; "
-                    f"the message of rank {other} names the cause. Close the context and make a new one"
+                    f"the message of rank {other} names the cause. Close the context and make a new one",
+                    told=2,
                 )
                 self.board.freeze()
 
-    def _describe(self, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> str:
-        me = self.group_ranks[self.rank]
+    def _timeout(self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> PeerTimeout:
+        me, them = self.group_ranks[self.rank], self.group_ranks[peer]
         if abort and abort - 1 != self.rank:
             other = self.group_ranks[abort - 1]
-            return (
-                f"{self.op}: rank {me} stopped waiting for rank {self.group_ranks[peer]} ({_WHAT[what]}, call {call}) because rank "
-                f"{other} gave up first; the message of rank {other} names the cause. Close the context and make a new one"
+            return PeerTimeout(
+                f"{before}{self.op}: rank {me} stopped waiting for rank {them} ({_WHAT[what]}, call {call}) because rank {other} "
+                f"gave up first; the message of rank {other} names the cause. Close the context and make a new one",
+                told=2,
             )
-        return (
-            f"{self.op}: rank {me} waited {self.limit_s:g} s for rank {self.group_ranks[peer]}: {_WHAT[what]} of call {call} "
-            f"(expected {want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same "
-            "order; FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+        return PeerTimeout(
+            f"{before}{self.op}: rank {me} waited {self.limit_s:g} s for rank {them}: {_WHAT[what]} of call {call} (expected "
+            f"{want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order; "
+            "FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
         )
 
     def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
@@ -369,8 +371,7 @@ class GroupContext(Shared):
             self._release()
         with racecheck.unseen():
             call = int(self.ctl[sync.EPOCH.value]) + 1
-        message = self._describe(what, peer, want, seen, call, abort)
-        return PeerTimeout(f"{cause}{message}")
+        return self._timeout(cause, what, peer, want, seen, call, abort)
 
     # -- closing --------------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,8 @@ class Messages:
     def gave_up(self, node: int) -> PeerTimeout:
         return PeerTimeout(
             f"{self.op}: {self.me()} stopped waiting for {self.named(node)}, because that one gave up first; its message names the "
-            "cause. Close the context and make a new one"
+            "cause. Close the context and make a new one",
+            told=1,
         )
 
 
@@ -324,7 +325,8 @@ class Puts(Messages):
         if what == sync.NODE_FAILED.value:
             return PeerTimeout(
                 f"{self.op}: a rank of node {node} gave up in call {call}; its message names the cause. Close the context and make "
-                "a new one"
+                "a new one",
+                told=2,
             )
         thing = "its message" if what == sync.WAIT_MESSAGE.value else "the credit that its slot may be written again"
         return PeerTimeout(

@@ -80,8 +80,7 @@ class NodesContext(Shared):
                         make(here, **sizes)
                     except (RuntimeError, ValueError) as problem:
                         error = problem
-                    alike = self.inner and {"FLUXLIKE_TORCH_PRODUCTS": int(self.inner.tuned.torch_products)}
-                    control.agree(f"{what}: {part}", alike, error)
+                    control.agree(f"{what}: {part}", None, error)
             except BaseException:
                 self._drop()
                 raise
@@ -142,6 +141,7 @@ class NodesContext(Shared):
             self._error, self._seen = error if isinstance(error, Exception) else ended, True
             for context in (self.inner, *self.inner.inner):  # the latter of schedule "sequential"
                 context.stop(self._error)
+            self.inner.unseen_failure()  # what this node has found is not raised beside it
             self.inner.board.freeze()
             self.messages.give_up()
 
@@ -153,13 +153,18 @@ class NodesContext(Shared):
             self._seen = True
             raise self._error
         try:
+            cause = self._cause()
+            if cause is not None:
+                raise cause
             self.inner.raise_if_failed()
-            failure = self.messages.failure()
-            if failure is not None:
-                raise failure
         except BaseException as error:
             self.broken(error)
             raise
+
+    def _cause(self) -> Exception | None:
+        """What is known by now to have failed, on this node or between nodes: of several errors the one nearest to the cause."""
+        found = [context.failure() for context in (self.inner, *self.inner.inner)] + [self.messages.failure()]
+        return min((error for error in found if error is not None), key=lambda error: getattr(error, "told", 0), default=None)
 
     def check(self) -> None:
         """Wait for the device and raise if a wait of an earlier call ran out; as `GroupContext.check`."""
@@ -179,8 +184,9 @@ class NodesContext(Shared):
         return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
-        unseen = None if self._seen else self._error or self.inner.unseen_failure() or self.messages.failure()
+        unseen = None if self._seen else self._error or self._cause()
         self._seen = self._seen or unseen is not None
+        self.inner.unseen_failure()  # is raised here, if at all
         return unseen
 
     def close(self) -> None:

@@ -187,20 +187,23 @@ def _warn(path: Path, why: str, part: str = "") -> None:
 def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) -> Agreed:
     """Rank 0's FLUXLIKE_TUNE and what it read, and every rank's FLUXLIKE_TORCH_PRODUCTS. Collective; for the making of a context.
 
+    The parts of a group on its nodes have it in common: contexts on them are made together, and what they may choose says what
+    memory they need.
+
     Choices of torch's products are left out where those are not wanted. Raises ValueError on all ranks if the environment of one
     is wrong, or if the ranks differ in FLUXLIKE_TORCH_PRODUCTS.
     """
     here = machine_of(executor)
-    mode, products, error, found = "off", True, "", {}
+    everyone, mode, products, error, found = control.whole, "off", True, "", {}
     try:
         products = env.torch_products()
-        if control.rank == 0:
+        if everyone.rank == 0:
             mode = env.tune()
             found = known(here, op, dtype, control.size) if mode != "off" else {}
     except ValueError as wrong:
         error = str(wrong)
     sent = [(list(shape), made.as_json()) for shape, made in found.items() if products or made.transport not in choice.TORCH]
-    said = control.gather((here.as_json(), mode, error, sent, products), f"{op}: tuned choices")
+    said = everyone.gather((here.as_json(), mode, error, sent, products), f"{op}: tuned choices")
     for error in (theirs[2] for theirs in said):
         if error:
             raise ValueError(error)

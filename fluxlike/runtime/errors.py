@@ -7,6 +7,13 @@ class PeerTimeout(RuntimeError):
     #: The interpreter hands such an exception to the caller as it is, without wrapping it.
     fluxlike_passthrough = True
 
+    def __init__(self, message: str, told: int = 0) -> None:
+        """``told``: 0 where this rank waited for the one that is missing, 1 where a rank of another node has told it to give up
+        and names the cause, 2 where one of its own node has. Of two that a rank has, the lesser says more.
+        """
+        super().__init__(message)
+        self.told = told
+
 
 class CallMismatch(ValueError):
     """The ranks of a group do different things: other calls, other sizes, another order. The message says who does what."""
