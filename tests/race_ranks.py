@@ -187,6 +187,8 @@ def _scene(ctx, name, pair, single):
         "barrier": dist.barrier,
         "monitored_barrier": dist.monitored_barrier,
         "all_reduce": lambda: dist.all_reduce(mine),
+        "all_reduce of nothing": lambda: dist.all_reduce(mine[:0]),
+        "all_gather of nothing": lambda: dist.all_gather([t[:0] for t in both], mine[:0]),
         "all_gather": lambda: dist.all_gather(both, mine),
         "all_gather_object": lambda: dist.all_gather_object([None, None], 1),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.ones(2), mine),

@@ -17,6 +17,7 @@ import triton.runtime.interpreter as stock
 from interp import LOG, Ended, compile_ptx, end, interrupt_when, is_interp, note, pause, schedule
 from triton.runtime.jit import JITFunction
 
+from fluxlike.runtime.errors import PeerTimeout
 from fluxlike.runtime.interpreter import run, yield_program
 
 OFFSET = tl.constexpr(3)
@@ -67,6 +68,9 @@ def test_unknown_keyword_and_wrong_kernel_are_refused():
         run(nested_kernel, 1, torch.zeros(8), torch.zeros(12), 6, 0.5, True, BLOCK=8, BLOK=4)
     with pytest.raises(TypeError, match="jit"):
         run(lambda x: None, 1, torch.zeros(8))
+    tuned = triton.autotune([triton.Config({"BLOCK": 8})], key=[])(nested_kernel)
+    with pytest.raises(TypeError, match=r"Autotuner; of one with @triton.autotune or @triton.heuristics pass kernel.fn"):
+        run(tuned, 1, torch.zeros(8), torch.zeros(12), 6, 0.5, True)
 
 
 class Pair(NamedTuple):
@@ -234,6 +238,32 @@ def test_program_zero_waits_for_program_three():
     flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     run(kernel, 4, flag, out)
     assert out.item() == 42
+
+
+@triton.jit
+def own_loop_kernel(flag, out, WANT: tl.constexpr):
+    """The loop yields nowhere."""
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < WANT:
+            pass
+        tl.store(out, 42)
+    else:
+        tl.atomic_add(flag, 1, sem="release", scope="sys")
+
+
+@pytest.mark.parametrize("how", [{}, {"seed": 1}])
+def test_a_wait_by_a_loop_of_the_kernel_s_own(how):
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with schedule(**how):
+        run(own_loop_kernel, 4, flag, out, WANT=3)
+    assert out.item() == 42
+
+
+@pytest.mark.parametrize("programs", [1, 4])
+def test_a_wait_by_a_loop_of_the_kernel_s_own_has_a_limit(programs, monkeypatch):
+    monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", "0.3")
+    with pytest.raises(PeerTimeout, match=r"own_loop_kernel, program \(0, 0, 0\): a loop of the kernel's own .* for 0.3 s"):
+        run(own_loop_kernel, programs, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), WANT=9)
 
 
 def test_a_grid_without_waits_needs_no_thread(monkeypatch):

@@ -1,6 +1,8 @@
 """The interpreter: arithmetic against torch, descriptors, atomics, the words of the language."""
 
+import functools
 import multiprocessing
+import operator
 
 import numpy as np
 import pytest
@@ -287,6 +289,9 @@ BLOCKS = {"stage": "tensordesc<bf16[1, 16, 32]>", "out": "tensordesc<bf16[1, 16,
 def test_the_kernels_of_these_tests_compile(cc):
     """What is interpreted here is Triton, not just something that happens to run as Python."""
     assert "st.global" in compile_ptx(language_kernel, LANGUAGE, {"BLOCK": 8}, cc)
+    assert "ex2" in compile_ptx(members_kernel, {"x": "*fp32", "u": "*u32", "out": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 4}, cc)
+    for kernel, sizes in ((axes_kernel, {"AXIS": -1}), (nan_kernel, {"BLOCK": 4})):
+        assert "max" in compile_ptx(kernel, {"x": "*fp32", "out": "*fp32"} | dict.fromkeys(sizes, "constexpr"), sizes, cc)
     assert "mma" in compile_ptx(dot_kernel, DOT, {"M": 32, "N": 64, "K": 128}, cc)
     assert compile_ptx(slots_kernel, BLOCKS | {"BM": "constexpr", "BN": "constexpr"}, {"BM": 16, "BN": 32}, cc)
     assert "atom" in compile_ptx(atomics_kernel, {"words": "*i32", "seen": "*i32", "n": "i32"}, {}, cc)
@@ -299,6 +304,80 @@ def test_words_of_the_language():
     assert out[2:5].tolist() == [1, 6, 28]
     assert out[7] == -1
     assert out[8:].tolist() == [0, 1, 2, 3, 8, 10, 12, 14]
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def axes_kernel(x, out, AXIS: tl.constexpr):
+    at = tl.arange(0, 4)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    block = tl.load(x + at)
+    tl.store(out + at, tl.associative_scan(block, AXIS, larger))
+    tl.store(out + 32 + tl.arange(0, 4), tl.reduce(block, AXIS, larger))
+    tl.store(out + 36 + tl.arange(0, 4), tl.xor_sum((block * 8).to(tl.int32), AXIS).to(tl.float32))
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_axis_counted_from_the_end(axis, dtype):
+    x, out = torch.randn(4, 8).to(dtype), torch.zeros(40, dtype=dtype)
+    run(axes_kernel, 1, x, out, AXIS=axis)
+    assert torch.equal(out[:32].view(4, 8), x.cummax(1).values) and torch.equal(out[32:36], x.amax(1))
+    xors = [functools.reduce(operator.xor, row) for row in (x * 8).int().tolist()]
+    assert torch.equal(out[36:], torch.tensor(xors).to(dtype))
+
+
+@triton.jit
+def nan_kernel(x, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i)
+    tl.store(out + i, tl.maximum(v, 0.5))
+    tl.store(out + BLOCK + i, tl.minimum(v, 0.5))
+    tl.store(out + 2 * BLOCK + i, tl.clamp(v, -1.0, 1.0))
+    tl.store(out + 3 * BLOCK + i, tl.maximum(v, 0.5, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(out + 4 * BLOCK + i, tl.clamp(v, -1.0, 1.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_number_and_nan_the_number(dtype):
+    """As maxNum of PTX has it, unless the kernel asks for the NaN."""
+    x, out = torch.tensor([torch.nan, 2.0, -2.0, 0.25], dtype=dtype), torch.zeros(5, 4, dtype=dtype)
+    run(nan_kernel, 1, x, out, BLOCK=4)
+    assert out[:3].tolist() == [[0.5, 2, 0.5, 0.5], [0.5, 0.5, -2, 0.25], [-1, 1, -1, 0.25]]
+    assert out[3:].isnan().tolist() == [[True, False, False, False]] * 2
+    assert out[3, 1:].tolist() == [2, 0.5, 0.5] and out[4, 1:].tolist() == [1, -1, 0.25]
+
+
+@triton.jit
+def members_kernel(x, u, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    v = tl.load(x + i)
+    tl.store(out + i, v.exp() + v.abs().sqrt())
+    shift = tl.load(u + i)
+    tl.store(out + BLOCK + i, (v.to(tl.int32) >> shift).to(tl.float32))
+    tl.store(out + 2 * BLOCK + i, (shift > 3).to(tl.float32))
+
+
+def test_methods_and_shifts_by_numbers_without_a_sign():
+    """A shift leaves what it shifts by as it was."""
+    x, u, out = torch.tensor([-7.0, 0, 3, 12]), torch.tensor([1, 2**32 - 1, 0, 2], dtype=torch.uint32), torch.zeros(3, 4)
+    run(members_kernel, 1, x, u, out, BLOCK=4)
+    assert torch.allclose(out[0], x.exp() + x.abs().sqrt())
+    assert out[1, [0, 2, 3]].tolist() == [-4, 3, 3] and out[2].tolist() == [0, 1, 0, 0]
+
+
+@triton.jit
+def assembly_kernel(out):
+    tl.store(out, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=tl.int32, is_pure=True, pack=1))
+
+
+def test_what_only_a_gpu_has_is_named():
+    said = r"inline_asm_elementwise is for compiled kernels.*put it behind `if not is_interp\(\):`"
+    with pytest.raises(RuntimeError, match=said):
+        run(assembly_kernel, 1, torch.zeros(1))
 
 
 def test_integers_wrap_silently_and_floats_do_not_warn(recwarn):

@@ -1,6 +1,7 @@
 """The race checker and the host: what torch does to checked memory, and which meetings of the hosts order it."""
 
 import contextlib
+import signal
 import threading
 from typing import Any
 
@@ -216,6 +217,30 @@ def test_large_tensors_are_judged_in_parts(monkeypatch):
             assert sorted(touched) == sorted(numbers.reshape(-1).tolist())
 
 
+def test_the_handler_of_a_signal_may_touch_what_is_checked():
+    """It runs in the middle of anything, of the checker's own work as well."""
+    calls: list[Any] = []
+
+    def interrupted(text):
+        if not calls:
+            calls.append(text)
+            signal.raise_signal(signal.SIGUSR1)
+        return site(text)
+
+    with checked_alone():
+        word, other = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+        racecheck.watch("word", word)
+        racecheck.watch("other", other)
+        checker: Any = racecheck.active()
+        site, checker.shadow.site = checker.shadow.site, interrupted
+        before = signal.signal(signal.SIGUSR1, lambda *_: calls.append(racecheck.host_read(other)))
+        try:
+            word.fill_(1)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert calls[1:] == [None] and word.item() == 1
+
+
 # ranks
 
 SCENES = {
@@ -224,6 +249,9 @@ SCENES = {
     **dict.fromkeys(
         ("barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor"), ""
     ),
+    # which gloo does not wait with
+    "all_reduce of nothing": "second: write by rank 1, the host",
+    "all_gather of nothing": "second: write by rank 1, the host",
     "async": "second: write by rank 1, the host",
     "sub-group": "",
     "a group of another": "second: write by rank 1, the host",

@@ -158,6 +158,15 @@ def test_a_count_hands_on_what_all_have_done(two):
     two.read(B0, 0, DATA, 128)
 
 
+def test_what_acquires_and_releases_at_once_hands_on(two):
+    """Also to where the first release does not reach."""
+    two.write(A0, 0)
+    two.signal(A0, 0, RELEASE, GPU)
+    two.signal(A1, 0, ACQ_REL, SYS)
+    two.wait(B0, 0)
+    two.read(B0, 0)
+
+
 @pytest.mark.parametrize("order", [ACQUIRE, RELEASE, RELAXED])
 def test_a_count_needs_both(two, order):
     two.write(A0, 0)
@@ -251,6 +260,18 @@ def test_a_block_of_words_orders(watched):
         interpreter.run(flags_kernel, 2, words, data, RELEASE="release")
         with pytest.raises(RaceError, match="race on data of rank 0, bytes 0 to 15"):
             interpreter.run(flags_kernel, 2, words, data, RELEASE="relaxed")
+
+
+@pytest.mark.parametrize("later", [1, 70])
+def test_a_hint_says_if_it_does_not_know_the_next_signal(two, later):
+    two.write(A0, 0)
+    two.signal(A0, 1, RELAXED)
+    for _ in range(later):
+        two.signal(A0, 1, RELEASE, offset=OTHER_WORD)
+    lost = "Its next signals are not kept, as more than 64 followed. Its next known signal was the heap of rank 1, byte 8 (release"
+    with pytest.raises(RaceError) as raised:
+        two.read(B0, 0)
+    assert (lost if later > 64 else "Its next signal was the heap of rank 1, byte 0 (relaxed") in str(raised.value)
 
 
 # scopes

@@ -143,6 +143,79 @@ def test_where_the_past_is_not_known_all_that_is_published_counts(two):
     two.read(B0, 0)
 
 
+@pytest.mark.parametrize("programs", [2, 40])
+def test_after_a_large_grid_waits_rely_on_as_little_as_before(two, programs):
+    """It is only of a large grid's later programs that no past is kept."""
+    two.end(0)
+    two.launch(0, programs)
+    two.end(0)
+    two.launch(0)
+    two.count(A0, 1, 1)
+    two.write(A0, 0)
+    two.count(A0, 1, 2)
+    assert two.wait_for(B0, 1, 1)
+    with pytest.raises(RaceError):
+        two.read(B0, 0)
+
+
+def test_programs_of_a_large_grid_signal(two):
+    two.end(0)
+    two.launch(0, 40)
+    two.write((0, 39), 0)
+    two.count((0, 39), 1, 1)
+    assert two.wait_for(B0, 1, 1)
+    two.read(B0, 0)
+
+
+@triton.jit
+def kinds_kernel(word, data, HOW: tl.constexpr):
+    """As `early_kernel`, by another atomic; in front of it one that changes nothing."""
+    if tl.program_id(0) == 0:
+        if HOW == "max":
+            tl.atomic_max(word, 1, sem="release", scope="sys")
+            tl.atomic_max(word, 0, sem="release", scope="sys")
+        elif HOW == "or":
+            tl.atomic_or(word, 1, sem="release", scope="sys")
+            tl.atomic_or(word, 1, sem="release", scope="sys")
+        else:
+            tl.atomic_xchg(word, 1, sem="release", scope="sys")
+        tl.store(data, 5)
+        tl.atomic_xchg(word, 3, sem="release", scope="sys")
+    else:
+        if HOW == "look":
+            tl.atomic_or(word, 0, sem="relaxed", scope="sys")
+        if is_interp():
+            awaits(word, 1)
+        seen = tl.atomic_add(word, 0, sem="acquire", scope="sys")
+        tl.store(data + 1, tl.load(data) + seen.to(tl.int32))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint64, torch.int32])
+@pytest.mark.parametrize("how", ["max", "or", "look"])
+def test_whatever_atomic_sets_a_word(how, kind):
+    with checked_alone():
+        word, data = torch.zeros(1, dtype=kind), torch.zeros(2, dtype=torch.int32)
+        racecheck.watch("word", word)
+        racecheck.watch("data", data)
+        with pytest.raises(RaceError, match="race on data of rank 0, bytes 0 to 3"):
+            interpreter.run(kinds_kernel, 2, word, data, HOW=how)
+
+
+@triton.jit
+def large_kernel(word, number):
+    tl.atomic_xchg(word, number, sem="release", scope="sys")
+    tl.atomic_add(word, 1, sem="release", scope="sys")
+
+
+def test_words_of_64_bits_without_a_sign():
+    with checked_alone():
+        word = torch.zeros(1, dtype=torch.uint64)
+        racecheck.watch("word", word)
+        for _ in range(2):
+            interpreter.run(large_kernel, 1, word, 2**63)
+        assert word.tolist() == [2**63 + 1]
+
+
 @pytest.mark.parametrize("count", [1, 200])
 def test_numbers_that_are_summed_by_relaxed_atomics_are_no_signals(two, count):
     """The tables have room for many signals, but not for every number of a large buffer."""

@@ -52,6 +52,15 @@ _COMPILE_OPTIONS = frozenset(
     | {"sanitize_overflow", "default_dot_input_precision", "waves_per_eu", "matrix_instr_nonkdim", "kpack"}
 )
 _MISSING = object()
+_ONLY_COMPILED = (
+    "{} is for compiled kernels, and this one is interpreted on the CPU; put it behind `if not is_interp():` "
+    "(fluxlike.kernels.lang), and what it computes, in words of triton.language, behind the other branch"
+)
+
+
+class _NotInterpreted(NotImplementedError, AttributeError):
+    """The second for `hasattr`."""
+
 
 _patch_lock = threading.Lock()
 _inside: set[int] = set()  # threads in `run`
@@ -74,6 +83,12 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     rounded = ((bits + np.uint32(0x7FFF) + tie_to_even) >> np.uint32(16)).astype(np.uint16)
     nan = np.isnan(values)
     return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
+
+
+def is_look(op: Any, value: Any) -> bool:
+    """Whether an atomic writes what is there: it only looks."""
+    kinds = stock._ir.ATOMIC_OP
+    return op in (kinds.ADD, kinds.OR, kinds.XOR) and not value.data.any()
 
 
 def _is_bf16(handle: Any) -> bool:
@@ -171,7 +186,23 @@ class _Builder(stock.InterpreterBuilder):
     binary_op = _via_float32("binary_op")
     unary_op = _via_float32("unary_op")
     create_fma = _via_float32("create_fma")
-    create_clampf = _via_float32("create_clampf")
+    _propagating_clampf = _via_float32("create_clampf")
+
+    def create_maxnumf(self, left: Any, right: Any) -> Any:
+        """Of a number and NaN the number, as compiled; Triton's gives NaN."""
+        return self.binary_op(left, right, np.fmax)
+
+    def create_minnumf(self, left: Any, right: Any) -> Any:
+        return self.binary_op(left, right, np.fmin)
+
+    def create_clampf(self, x: Any, low: Any, high: Any, propagate_nan: Any) -> Any:
+        if propagate_nan != stock._ir.PROPAGATE_NAN.NONE:
+            return self._propagating_clampf(x, low, high, propagate_nan)
+        return self.create_minnumf(self.create_maxnumf(x, low), high)
+
+    def create_ashr(self, left: Any, right: Any) -> Any:
+        """Triton's makes the operands themselves signed."""
+        return super().create_ashr(*(stock.TensorHandle(x.data, x.dtype) for x in (left, right)))
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
         """Sums in float32 whatever the operands, by float32 BLAS: numpy has no fast product of halves."""
@@ -184,7 +215,11 @@ class _Builder(stock.InterpreterBuilder):
 
     create_masked_load = _watched("create_masked_load", effect=False)
     create_masked_store = _watched("create_masked_store", effect=True)
-    create_atomic_rmw = _watched("create_atomic_rmw", effect=False)
+
+    def create_atomic_rmw(self, op: Any, pointers: Any, value: Any, *rest: Any) -> Any:
+        programs.before_memory(effect=False, look=is_look(op, value))
+        return super().create_atomic_rmw(op, pointers, value, *rest)
+
     create_atomic_cas = _watched("create_atomic_cas", effect=False)
 
     def create_descriptor_load(self, desc: Any, indices: list[Any], *policy: Any, **policies: Any) -> Any:
@@ -207,6 +242,13 @@ class _Builder(stock.InterpreterBuilder):
         inside, where = window(desc, indices)
         if inside is not None:
             inside[...] = value.data.reshape(desc.block_shape)[where]
+
+
+    def create_inline_asm(self, *args: Any) -> Any:
+        raise _NotInterpreted(_ONLY_COMPILED.format("inline_asm_elementwise"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotInterpreted(_ONLY_COMPILED.format(name))
 
 
 #: What the interpreter calls for every operation; `racehooks` puts its own in front of some.
@@ -260,7 +302,10 @@ def _in_float32(apply: Callable) -> Callable:
     def wrapped(input: Any, axis: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = input if isinstance(input, tuple) else (input,)
         wide = tuple(tl.cast(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in inputs)
-        results = apply(wide, plain(axis), *map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
+        axis = plain(axis)
+        if axis is not None and axis < 0:  # Triton's looks for it among 0, 1, …
+            axis += len(inputs[0].shape)
+        results = apply(wide, axis, *map(plain, args), **{k: plain(v) for k, v in kwargs.items()})
         results = tuple(tl.cast(y, x.dtype) for x, y in zip(inputs, results, strict=True))
         return results if isinstance(input, tuple) else results[0]
 
@@ -320,6 +365,9 @@ def _patches() -> list[tuple[Any, str, Any]]:
             leaked = "member" in (getattr(member, "__kwdefaults__", None) or {}) and member.__name__ == "<lambda>"
             if tl.core.is_builtin(member) or leaked:
                 record.set_attr(owner, name, _bind(member))
+            elif owner is tl.tensor and "_semantic" in getattr(getattr(member, "__signature__", None), "parameters", ()):
+                # x.exp(): a copy of the builtin without its mark
+                record.set_attr(owner, name, functools.partialmethod(member, _semantic=_semantic))
             elif owner is tl.tensor and isinstance(member, JITFunction | stock.InterpretedFunction):
                 # x.sum(): a JITFunction is no Python method, it would not get x.
                 record.set_attr(owner, name, functools.partialmethod(_method, member))
@@ -431,7 +479,10 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     """
     fn = getattr(kernel, "fn", None)
     if not isinstance(kernel, JITFunction | stock.InterpretedFunction) or fn is None:
-        raise TypeError(f"run() takes a @triton.jit function, not {type(kernel).__name__}")
+        raise TypeError(
+            f"run() takes a @triton.jit function, not {type(kernel).__name__}; of one with @triton.autotune or @triton.heuristics "
+            "pass kernel.fn, and the values that they would choose"
+        )
     if programs.current() is not None:
         raise RuntimeError("run() was called from inside a kernel that is being interpreted")
     dims = tuple(int(extent) for extent in (grid if isinstance(grid, tuple | list) else (grid,)))

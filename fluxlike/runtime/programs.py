@@ -16,7 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from . import env
+from .errors import PeerTimeout
+
 _BRIEF = 16  # Memory operations between two yields up to which a program that stored nothing counts as spinning.
+_LOOKS = 32  # In a row at words, without a yield, beyond which a program waits by a loop of its own.
 _NAP_MIN = 50e-6  # Seconds.
 _STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their next memory operation.
 
@@ -71,6 +75,7 @@ class Program:
         self.baton = threading.Lock()
         self.baton.acquire()
         self.operations, self.effect = 0, False  # since its last yield
+        self.looks, self.since = 0, 0.0  # at words, with nothing else between; when the first of these was
         self.checked: Any = None  # what the race checker knows of it
 
 
@@ -163,15 +168,34 @@ class Grid:
             self.spinning.clear()
         return self.switch(me)
 
-    def before_memory(self, me: Program, effect: bool) -> None:
+    def before_memory(self, me: Program, effect: bool, look: bool) -> None:
         if self.failure is not None:
             raise Stopped
         me.operations += 1
         me.effect = me.effect or effect
+        if not look:
+            me.looks = 0
+        else:
+            self._looks(me)
         if self.random is not None and self.random.random() < self.schedule.jitter:
             self.spinning.discard(me)
             if not self.switch(me) and self.schedule.delay:
                 time.sleep(self.random.random() * self.schedule.delay)
+
+    def _looks(self, me: Program) -> None:
+        """A wait by a loop of the kernel's own yields nowhere: who ends it must have a turn. It ends at the limit of all waits."""
+        me.looks += 1
+        if me.looks == 1:
+            me.since = time.monotonic()
+        elif me.looks > _LOOKS:
+            if time.monotonic() - me.since > env.timeout_s():
+                raise PeerTimeout(
+                    f"{self.name}, program {me.pid}: a loop of the kernel's own has looked at words by atomics for "
+                    f"{env.timeout_s():g} s and done nothing else; who signals them must be alive, and FLUXLIKE_TIMEOUT_S sets the "
+                    "limit"
+                )
+            if not self.spin(me):
+                time.sleep(_NAP_MIN)
 
     def _next(self) -> Program:
         drawn = self.random is not None and self.schedule.seed is not None
@@ -204,10 +228,13 @@ class Grid:
         return None
 
 
-def before_memory(effect: bool) -> None:
-    """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch."""
+def before_memory(effect: bool, look: bool = False) -> None:
+    """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch.
+
+    ``look``: an atomic that writes what is there.
+    """
     program = running()
-    program.grid.before_memory(program, effect)
+    program.grid.before_memory(program, effect, look)
 
 
 def yield_program() -> bool:
@@ -218,7 +245,10 @@ def yield_program() -> bool:
     1 ms).
     """
     program = current()
-    return program is not None and program.grid.spin(program)
+    if program is None:
+        return False
+    program.looks = 0
+    return program.grid.spin(program)
 
 
 def current() -> Program | None:

@@ -104,7 +104,7 @@ class Checker(Threads):
     def access(self, addresses: np.ndarray, size: int, kind: int) -> None:
         """A plain read or write, by the current thread, of elements of ``size`` bytes."""
         places = self.locate(addresses, size)
-        if places:
+        if places and not self.shadow.is_mine:
             with self.shadow:
                 self._raise_if_stopped()
                 thread = self._acting()
@@ -230,6 +230,9 @@ class Checker(Threads):
             done = act()
             given = addresses if done.wrote is None else addresses[done.wrote]
             published = places if done.wrote is None else self.locate(given, size)
+            looked = poll and scope == 2
+            if order & 1 and scope and not looked:  # before it publishes: an atomic that does both hands on what it acquires
+                self._acquire(thread, places, addresses, size, scope)
             if order & 2 and scope:
                 for *clocks, numbers in self._words(published, given, size):
                     for table in clocks[:scope]:
@@ -237,14 +240,11 @@ class Checker(Threads):
                         table[: len(banks), numbers] = np.maximum(table[: len(banks), numbers], banks)
             if not poll:
                 self._turned(given, size, order, scope, done)
-            promised = self._promised(thread, addresses, size, done) if poll and scope == 2 else None
+            promised = self._promised(thread, addresses, size, done) if looked else None
             if order & 1 and promised is not None:
                 self._learn(thread, promised)
-            elif order & 1 and scope:
-                for *clocks, numbers in self._words(places, addresses, size):
-                    for table in clocks[:scope]:
-                        banks = table[: len(thread.clock) // self.shadow.width, numbers]
-                        np.maximum(thread.clock, banks.max(axis=1).reshape(-1), out=thread.clock)
+            elif order & 1 and looked:
+                self._acquire(thread, places, addresses, size, scope)
             if not poll and len(given):
                 for known, granules, _ in published:
                     if len(granules) == max(1, size // GRANULE):
@@ -252,6 +252,13 @@ class Checker(Threads):
             if len(given) and (order & 2 or not poll):
                 self._tick(thread)
             return done.result
+
+    def _acquire(self, thread: Thread, places: list[Place], addresses: np.ndarray, size: int, scope: int) -> None:
+        """The thread knows what is published at these words."""
+        for *clocks, numbers in self._words(places, addresses, size):
+            for table in clocks[:scope]:
+                banks = table[: len(thread.clock) // self.shadow.width, numbers]
+                np.maximum(thread.clock, banks.max(axis=1).reshape(-1), out=thread.clock)
 
     def _turned(self, addresses: np.ndarray, size: int, order: int, scope: int, done: Done) -> None:
         """Words were written by an atomic: what each had published when, for the waits that say what they wait for.
@@ -265,7 +272,7 @@ class Checker(Threads):
             return
         for address, before, after in zip(addresses, done.before, done.after, strict=True):
             number = self._signal(int(address), size)
-            if number:
+            if number and before != after:  # else it adds to what is published, and nothing to what came with the value
                 self.shadow.turned(number, int(before), int(after))
 
     def _promised(self, thread: Thread, addresses: np.ndarray, size: int, done: Done) -> np.ndarray | None:

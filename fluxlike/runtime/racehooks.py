@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 import triton.runtime.interpreter as stock
 
@@ -91,14 +92,22 @@ def _size(pointers: Any) -> int:
     return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
 
+_KINDS = stock._ir.ATOMIC_OP
+#: What the atomics leave in a word of integers, of what was there and of what they are given.
+_LEFT: dict[Any, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    _KINDS.ADD: np.add, _KINDS.XCHG: lambda before, given: given, _KINDS.AND: np.bitwise_and, _KINDS.OR: np.bitwise_or,
+    _KINDS.XOR: np.bitwise_xor, _KINDS.MAX: np.maximum, _KINDS.MIN: np.minimum, _KINDS.UMAX: np.maximum, _KINDS.UMIN: np.minimum,
+}  # fmt: skip
+
+
 def _numbers(op: Any, found: Any, value: Any, keep: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The numbers in the words of ``keep`` before and after an atomic, if it sets or adds to integers, as signals count."""
-    kinds = stock._ir.ATOMIC_OP
-    if found.data.dtype.kind not in "iu" or op not in (kinds.ADD, kinds.XCHG):
+    """The numbers in the words of ``keep`` before and after an atomic, if they are integers, as signals count."""
+    if found.data.dtype.kind not in "iu":
         return None, None
     before = found.data[keep].reshape(-1)
-    given = np.broadcast_to(value.data, found.data.shape)[keep].reshape(-1)
-    return before, given if op == kinds.XCHG else before + given
+    after = _LEFT[op](before, np.broadcast_to(value.data, found.data.shape)[keep].reshape(-1))
+    # of 64 bits without a sign the upper half is beyond what is kept
+    return (before.view(np.int64), after.view(np.int64)) if before.dtype == np.uint64 else (before, after)
 
 
 class _Operations:
@@ -116,8 +125,8 @@ class _Operations:
         return self.plain.create_masked_store(self.builder, pointers, value, mask, *rest, **named)
 
     def create_atomic_rmw(self, op: Any, pointers: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        programs.before_memory(effect=False)  # outside the lock: it may switch to another program
-        poll = op == stock._ir.ATOMIC_OP.ADD and not value.data.any()
+        poll = interpreter.is_look(op, value)
+        programs.before_memory(effect=False, look=poll)  # outside the lock: it may switch to another program
 
         def act() -> Done:
             found = stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope)
@@ -134,7 +143,7 @@ class _Operations:
             bits = np.dtype(f"u{found.data.itemsize}")  # bits are compared, not numbers
             wanted = np.broadcast_to(compare.data.astype(found.data.dtype), found.data.shape)
             wrote = found.data.view(bits) == wanted.view(bits)
-            return Done(found, wrote.reshape(-1), *_numbers(stock._ir.ATOMIC_OP.XCHG, found, value, wrote))
+            return Done(found, wrote.reshape(-1), *_numbers(_KINDS.XCHG, found, value, wrote))
 
         return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], act)
 
@@ -229,6 +238,8 @@ def _meeting(checker: Checker, original: Callable, ours: ControlGroup) -> Callab
         ranks = () if group is dist.GroupMember.NON_GROUP_MEMBER else tuple(dist.get_process_group_ranks(group))
         if given.get("async_op") or dist.get_rank() not in ranks or not set(ranks) <= set(ours.ranks):
             return original(*args, **named)
+        if any(isinstance(t, torch.Tensor) and not t.numel() for t in given.values()):
+            return original(*args, **named)  # of an empty one gloo's ranks need not wait for each other
         with checker.meeting(ranks):
             return original(*args, **named)
 

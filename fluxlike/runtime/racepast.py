@@ -49,8 +49,13 @@ class Past:
         self.kept[number] = kept + 1
 
     def promised(self, number: int, want: int) -> np.ndarray | None:
-        """What a wait until the word is ``want`` or more may rely on; None if that is not known, as in large grids."""
-        if self.header[6] > 1:
-            return None
+        """What a wait until the word is ``want`` or more may rely on; None if that is not known.
+
+        Of the threads beyond the first bank, which are programs of large grids, no past is kept: what is published now counts.
+        """
         met = np.flatnonzero(self.values[number, : max(0, int(self.kept[number]))] >= want)
-        return self.past[number, met].min(axis=0) if len(met) else None
+        if not len(met):
+            return None
+        known: np.ndarray = self.past[number, met].min(axis=0)
+        banks = int(self.header[6])
+        return known if banks == 1 else np.concatenate([known, self.system[1:banks, number].reshape(-1)])

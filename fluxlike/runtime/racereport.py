@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .raceshadow import CLOCK, GRANULE, KIND, PROGRAM, SITE, TID, Shadow
+from .raceshadow import CLOCK, GRANULE, KIND, PROGRAM, RING, SITE, TID, Shadow
 
 HOST, ENGINE, FIRST_PROGRAM = range(3)  # threads of a rank
 READ, STORE, ATOMIC = range(3)
@@ -43,7 +43,9 @@ class _Words:
 
     def hint(self, record: tuple[int, ...], other: int) -> str:
         """The first signal of the first thread after its access that ``other`` could have waited for."""
-        given = self.shadow.ring[record[TID]]
+        given, lost = self.shadow.ring[record[TID]], ""
+        if self.shadow.signals[record[TID]] > RING and given[:, 2].min() > record[CLOCK]:
+            lost = f"Its next signals are not kept, as more than {RING} followed. "
         later = sorted((row.tolist() for row in given if row[2] >= record[CLOCK]), key=lambda row: row[2])
         mine, their_rank = self.shadow.rank_of(record[TID]), self.shadow.rank_of(other)
         if mine != their_rank:  # another rank cannot see local words
@@ -56,7 +58,7 @@ class _Words:
         region, start = self.region(area, granule * GRANULE)
         how, scope = ORDERS[order % 4], SCOPES[order // 4]
         word = f"{region}, byte {granule * GRANULE - start}"
-        said = f"Its next signal was {word} ({how}, {scope}; {self.shadow.site_text(site)})"
+        said = f"{lost}Its next {'known ' if lost else ''}signal was {word} ({how}, {scope}; {self.shadow.site_text(site)})"
         if order % 4 < 2:
             return f"{said}, which publishes nothing: with release it would have been ordered by a wait on that word."
         return f"{said}: the second would have been ordered by a wait (acquire) on that word, at a scope that reaches both."

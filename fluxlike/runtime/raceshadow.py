@@ -144,7 +144,7 @@ class Shadow(racepast.Past):
             setattr(self, name, everything[start : start + nbytes].view(kind).reshape(shape))
             start += size
         self.areas: list[Area] = []
-        self._within = threading.Lock()
+        self._within, self._holder = threading.Lock(), 0
         self._site_numbers: dict[str, int] = {}
         if control.rank == 0:
             self.header[:3] = self.header[6] = 1  # 0 means none
@@ -161,15 +161,25 @@ class Shadow(racepast.Past):
 
     def __enter__(self) -> None:
         self._within.acquire()
+        self._holder = threading.get_ident()
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
         except BaseException:
+            self._holder = 0
             self._within.release()
             raise
 
     def __exit__(self, *exc: object) -> None:
         fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        self._holder = 0
         self._within.release()
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it: then what it does now is done by a signal's handler, or a destructor, in the middle of the
+        checker's own work, and cannot be looked at.
+        """
+        return self._holder == threading.get_ident()
 
     def close(self) -> None:
         os.close(self._fd)
