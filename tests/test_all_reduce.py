@@ -13,7 +13,7 @@ from fluxlike.ops import all_reduce as ops
 from fluxlike.ops import exchange
 from fluxlike.ops.all_reduce import ALGORITHMS
 from fluxlike.ops.exchange import WORDS
-from fluxlike.runtime import programs, world
+from fluxlike.runtime import dry, programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -264,4 +264,19 @@ def test_launches_split_what_is_large():
     launches = ops._launches(pairs, 16)
     pieces = [[piece.tolist() for piece, _ in launch] for launch in launches]
     assert pieces == [[[0, 1, 2]], [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]]]
-    assert [len(launch) for launch in ops._launches(pairs, 100)] == [2]
+    assert [len(launch) for launch in ops._launches(pairs, 2 * exchange.BULK)] == [2]
+
+
+def test_a_small_tensor_counts_as_the_block_that_it_takes():
+    """Of memory, and of what is sent."""
+    x = torch.zeros(1)
+    launches = ops._launches([(x, x)] * 5000, exchange.PIECE)
+    assert sum(map(len, launches)) == 5000 and len(launches) == 2
+    for launch in launches:
+        for algo, block in (("one_shot", 4 * exchange.WORDS), ("two_shot", 4 * exchange.WORDS), ("bulk", exchange.BULK)):
+            assert ops.blocks_of([1] * len(launch), algo, x.dtype, 1) * block <= exchange.PIECE
+    with dry.recording((9, 0), 8) as records:
+        small = dry.tensor((16,), torch.float32)
+        fluxlike.all_reduce([small] * 1000)  # 64 KB, for which one_shot would send 2 MB to each of seven
+        fluxlike.all_reduce(dry.tensor((16 << 10,), torch.float32))
+        assert [record.kernel.fn.__name__ for record in records] == ["exchange_words_kernel", "all_reduce_one_shot_kernel"]

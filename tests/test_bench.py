@@ -377,15 +377,15 @@ def test_json(tmp_path):
 
 
 def test_no_run_writes_over_the_record_of_another(tmp_path):
-    """The dtype and the nodes are of the command line, too, and of the name where they are not the usual ones."""
+    """The dtype, nodes and ranks on a GPU are of the command line, too, and of the name where they are not the usual ones."""
     report = made_up()
-    split = {"variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}
-    stamps = ({}, split, split | {"nodes": 4}, {"nodes": 1})
+    split, shared = {"variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}, {"variables": {"FLUXLIKE_RANKS_PER_GPU": "2"}}
+    stamps = ({}, split, split | {"nodes": 4}, {"nodes": 1}, shared)
     names = []
     for report.dtype in ("bfloat16", "float32"):
         for report.environment in stamps:
             names.append(report.save(tmp_path).stem)
-    ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "")]
+    ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "", "-shared2")]
     assert names == [f"gemm_rs-custom-{one}-eager" for one in ranks]
 
 

@@ -53,6 +53,15 @@ def test_sizes(world, dtype):
     run_ranks(matrix, world, dtype=dtype)
 
 
+def alone(group):
+    with fluxlike.create_gemm_ar_context(4096, 8192, group=group) as ctx:
+        assert ctx.block.nbytes < 1 << 20
+
+
+def test_one_rank_takes_no_memory_to_exchange():
+    run_ranks(alone, 1)
+
+
 def without_a_context(group):
     """One that is kept and grows; results into out, and in pieces."""
     rank, size, piece = dist.get_rank(group), dist.get_world_size(group), exchange.PIECE

@@ -212,6 +212,12 @@ def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     nvshmem.stop()
     assert dict(os.environ) == before | {"NVSHMEM_REMOTE_TRANSPORT": "ibrc"}
     del os.environ["NVSHMEM_REMOTE_TRANSPORT"]
+    with pytest.raises(RuntimeError, match="no end"), monkeypatch.context() as patch:
+        nvshmem.start(torch.device("cuda", 0), control, one_host=True)
+        patch.setattr(core, "finalize", lambda: (_ for _ in ()).throw(RuntimeError("no end")))
+        nvshmem.stop()
+    assert dict(os.environ) == before
+    seen.pop()
     nvshmem.start(torch.device("cuda", 0), control, one_host=False)
     mine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "mine"}
     assert seen[:2] == [nvshmem._ONE_HOST | mine] * 2 and seen[2] == dict.fromkeys(nvshmem._ONE_HOST) | mine

@@ -258,7 +258,7 @@ def test_check(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 2 + 14 + 3 and printed[-1].startswith("copy_engine: off by ")
     assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 1
-    assert "no record of gemm_rs" in capsys.readouterr().err
+    assert "no record of gemm_rs with times in" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -274,6 +274,17 @@ def test_what_is_no_record(text, capsys, tmp_path):
         path.write_text(text)
     assert model.main(["gemm_rs", "--check", str(path)]) == 1
     assert f"model: {path} is no record of bench" in capsys.readouterr().err
+
+
+def test_a_record_without_times_is_none_to_check(capsys, tmp_path):
+    """Of the CPU heap bench writes null for all of them."""
+    record = json.loads(RECORDS[2].read_text())
+    for shape in record["shapes"]:
+        for method in shape["methods"].values():
+            method["ms"] = None
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert model.main(["ag_gemm", "--check", str(tmp_path / "record.json")]) == 1
+    assert "no record of ag_gemm with times in" in capsys.readouterr().err
 
 
 def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):

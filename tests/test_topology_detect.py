@@ -14,6 +14,7 @@ from fluxlike.__main__ import TOOLS
 from fluxlike.__main__ import main as fluxlike_main
 from fluxlike.tools import topo, topo_report
 from fluxlike.topology import LinkMatrix, detect, measure, minmax, plan_trees, presets, probe
+from fluxlike.topology.matrix import load
 
 P3 = [[max(0, int(code) - 1) for code in row] for row in presets.P3]  # NVLinks
 
@@ -236,6 +237,23 @@ def test_what_a_probe_changes():
     )
     with pytest.raises(ValueError, match="square of 3"):
         probe.probed(matrix, [[0]])
+
+
+@pytest.mark.parametrize(
+    ("machine", "pair", "least"),
+    (("dgx-1-dead-link", (0, 4), 50), ("ring-8", (0, 1), 20), ("p3.16xlarge", (0, 4), 50), ("nvswitch-4", (1, 2), 40)),
+)
+def test_a_link_that_is_nearly_dead_is_not_preferred_for_its_kind(machine, pair, least):
+    """It would save levels, for which a plan takes any link of the fastest kinds."""
+    matrix = load(machine)
+    measured = [[matrix.bandwidth[i][j] for j in range(len(matrix))] for i in range(len(matrix))]
+    measured[pair[0]][pair[1]] = measured[pair[1]][pair[0]] = 0.5
+    bad = probe.probed(matrix, measured)
+    assert bad.kind[pair[0]][pair[1]] == bad.kind[pair[1]][pair[0]] == "host"
+    assert bad.notes[-1].endswith("taken, and as that is what a path through the host may have, it counts as such a path")
+    trees = plan_trees(bad)
+    assert not any({a, b} == set(pair) for tree in trees for a, b in tree.edges)
+    assert measure(bad, trees).gb_s >= least
 
 
 # the tool

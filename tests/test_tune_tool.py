@@ -235,6 +235,17 @@ def test_two_records_of_one_shape(tmp_path, capsys):
     assert f"{graph} and {eager} both have 8192x8192x28672; give one record of each shape" in said and not out.exists()
 
 
+@pytest.mark.parametrize("change", ({"nodes": 2}, *({"variables": {f"FLUXLIKE_{n}": "2"}} for n in ("VIRTUAL_NODES", "RANKS_PER_GPU"))))
+def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_path, capsys):
+    from fluxlike.tools import tune
+
+    record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
+    record["environment"].update(change)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(tmp_path / "table.json")]) == 1
+    assert "tables are for one node of whole GPUs" in capsys.readouterr().err and not (tmp_path / "table.json").exists()
+
+
 def test_a_method_without_a_time_in_a_record(tmp_path):
     """Bench writes null for the times of what was wrong or failed."""
     from fluxlike.tools import tune

@@ -134,13 +134,16 @@ def _run(xs: list[torch.Tensor], ys: list[torch.Tensor], group: dist.ProcessGrou
 
 
 def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
-    """Pairs of flat tensors in launches of at most ``most`` bytes; a tensor that is larger goes in several."""
+    """Pairs of flat tensors in launches of at most ``most`` bytes; a tensor that is larger goes in several.
+
+    Each takes whole blocks of memory and of what is sent, however small it is: it counts as that many.
+    """
     launches: list[list[Pair]] = [[]]
     room = most
     for x, y in pairs:
         for start in range(0, x.numel(), elements := most // x.element_size()):
             piece = x[start : start + elements], y[start : start + elements]
-            nbytes = piece[0].numel() * x.element_size()
+            nbytes = padded([piece[0].numel()], x.dtype, exchange.BULK)
             if nbytes > room:
                 launches.append([])
                 room = most
@@ -162,13 +165,18 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: in
     if len(sizes) > 1:
         said |= dict(tensors=len(sizes), sizes=exchange.listed(sizes))
     if algo == "auto":
-        algo = choose(sum(sizes) * dtype.itemsize, control.size)
+        algo = choose(padded(sizes, dtype, 4 * exchange.WORDS) if len(sizes) > 1 else sum(sizes) * dtype.itemsize, control.size)
     row = blocks_of(sizes, algo, dtype, control.size)
     ctx = trees.context(control, row, said) if algo == "trees" else exchange.context(KIND, control, algo, row, said)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
     ctx.begin(algo, **said)
     with ctx.begun():
         queue(ctx, pairs, algo, op, row, several)
+
+
+def padded(sizes: Sequence[int], dtype: torch.dtype, block: int) -> int:
+    """Bytes of tensors of so many elements in whole blocks of so many bytes."""
+    return sum(cdiv(size * dtype.itemsize, block) * block for size in sizes)
 
 
 def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -> int:
@@ -233,6 +241,8 @@ def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
 def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:
     """Blocks in a row, of words and of bulk, for any call of up to ``elements``."""
     rows = dict.fromkeys(ALGORITHMS, 1)
+    if ranks == 1:  # nothing is exchanged
+        return 1, 1
     most = min(elements, exchange.PIECE // dtype.itemsize)
     for name in ALGORITHMS if algo == "auto" else (algo,):
         # the algorithms follow each other as sizes grow, so each needs most where the next one begins

@@ -71,8 +71,10 @@ def stop() -> None:
     """Stop NVSHMEM; collective over the world, so only when every rank is known to be there."""
     import nvshmem.core as nvshmem
 
-    nvshmem.finalize()
-    _take_back()
+    try:
+        nvshmem.finalize()
+    finally:
+        _take_back()
 
 
 #: Threads may call on two groups at once, and NVSHMEM is started for one thread.

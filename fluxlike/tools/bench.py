@@ -192,7 +192,8 @@ class Bench:
             for _ in range(calls):
                 result = call()
             self.settle(method)
-            method.row.path = getattr(method.context, "last_path", "")
+            if method.graph is None:  # else it is what the last call was that the host has made, of this method or another
+                method.row.path = getattr(method.context, "last_path", "")
             return problem.judge(method.name, result)
 
         said = self.peers.gather(self.peers.attempt(judged))
@@ -259,6 +260,7 @@ class Bench:
 
         self.peers.attempt(lambda: self.settle(method))
         result = self.peers.attempt(captured)
+        method.row.path = getattr(method.context, "last_path", "")
         graph = method.graph
         spoil = method.spoil
 

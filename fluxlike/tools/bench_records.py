@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench_report import nodes_of
+from .bench_report import nodes_of, sharing_of
 
 #: Of a record's shape, what was measured or follows from its sizes.
 DERIVED = ("limit_ms", "methods", "union", "bytes")
@@ -26,16 +26,17 @@ def told(path: str | Path) -> Iterator[None]:
 
 
 def panels(records: Sequence[dict[str, Any]]) -> Panels:
-    """The median times of what was measured with at least two numbers of ranks: a panel a shape, dtype, mode, GPU and
-    number of nodes, as a line through points of two machines would show what no machine does.
+    """The median times of what was measured with at least two numbers of ranks: a panel a shape, dtype, mode, GPU,
+    number of nodes and of ranks on a GPU, as a line through points of two machines would show what no machine does.
 
     ValueError: two records have another time for the same.
     """
     found: dict[str, dict[str, dict[int, float]]] = {}
     for record in records:
         stamp = record["environment"]
-        nodes = nodes_of(stamp)
-        where = f"{stamp['gpu'] or 'no GPU'}{f', {nodes} nodes' if nodes > 1 else ''}"
+        nodes, sharing = nodes_of(stamp), sharing_of(stamp)
+        some = [f"{nodes} nodes" if nodes > 1 else "", f"{sharing} ranks each" if sharing > 1 else ""]
+        where = ", ".join(filter(None, [stamp["gpu"] or "no GPU", *some]))
         for shape in record["shapes"]:
             sizes = "×".join(str(value) for key, value in shape.items() if key not in DERIVED)
             panel = found.setdefault(f"{sizes}, {record['dtype']}, {record['mode']}, {where}", {})

@@ -127,10 +127,16 @@ def nodes_of(stamp: Mapping[str, Any]) -> int:
     return stamp.get("nodes") or int(stamp.get("variables", {}).get("FLUXLIKE_VIRTUAL_NODES") or 1)
 
 
+def sharing_of(stamp: Mapping[str, Any]) -> int:
+    """How many ranks of a record shared a GPU."""
+    return int(stamp.get("variables", {}).get("FLUXLIKE_RANKS_PER_GPU") or 1)
+
+
 def ranks_name(ranks: int, dtype: str, stamp: Mapping[str, Any]) -> str:
     """A part of a file's name, R4 of most: with what else the same command is run with, so that no run replaces another's file."""
-    nodes = nodes_of(stamp)
-    return "-".join(filter(None, [f"R{ranks}", f"nodes{nodes}" if nodes > 1 else "", dtype if dtype != "bfloat16" else ""]))
+    nodes, sharing = nodes_of(stamp), sharing_of(stamp)
+    parts = [f"R{ranks}", f"nodes{nodes}" if nodes > 1 else "", f"shared{sharing}" if sharing > 1 else ""]
+    return "-".join(filter(None, [*parts, dtype if dtype != "bfloat16" else ""]))
 
 
 @dataclass

@@ -80,7 +80,7 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
         model["copy_engine"] = group_call(here, call, "copy_engine")[1]
         for name, seconds in model.items():
-            if shape["methods"].get(name, {}).get("status") == "ok":
+            if shape["methods"].get(name, {}).get("status") == "ok" and shape["methods"][name]["ms"] is not None:
                 measured = shape["methods"][name]["ms"]["median"] / 1e3
                 yield Compared(record["ranks"], call, name, measured, seconds)
 
@@ -93,7 +93,7 @@ def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]
             record = json.loads(path.read_text(encoding="utf-8"))
             found += compare(record, cluster) if record["op"] == op else []
     if not found:
-        raise ValueError(f"no record of {op} in {', '.join(map(str, paths))}")
+        raise ValueError(f"no record of {op} with times in {', '.join(map(str, paths))}")
     return found
 
 

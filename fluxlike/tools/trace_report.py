@@ -34,7 +34,7 @@ class Report:
     @property
     def name(self) -> str:
         m, n, k = self.shape
-        return f"{self.op}-{m}x{n}x{k}-{ranks_name(len(self.ranks), self.dtype, {})}-{self.path.split('/')[0]}"
+        return f"{self.op}-{m}x{n}x{k}-{ranks_name(len(self.ranks), self.dtype, self.environment)}-{self.path.split('/')[0]}"
 
     @property
     def origin(self) -> int:

@@ -33,7 +33,7 @@ from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
 from .bench_records import told
-from .bench_report import Row, Shape, Voice
+from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
 ROUNDS = 5
 
@@ -193,6 +193,8 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             stamp = data["environment"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
+            if nodes_of(stamp) > 1 or sharing_of(stamp) > 1:
+                raise ValueError("its ranks were on several nodes or shared GPUs, and tables are for one node of whole GPUs")
             machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
             machines.add(machine)
             sources.append(path.name)

@@ -37,7 +37,7 @@ def plan_trees(
     multiplied by ``link_usage_penalty`` for each tree that uses it.
 
     The same arguments give the same trees; GPUs numbered in another way give trees of the same cost.
-    ValueError for links that do not connect all GPUs, for more than 16 GPUs that are not all alike, and for bad arguments.
+    ValueError for links that do not connect all GPUs, for more than 16 GPUs that are not on one switch, and for bad arguments.
     """
     if not isinstance(matrix, LinkMatrix):
         raise ValueError(f"matrix is a {type(matrix).__name__}; make a LinkMatrix of it, such as by LinkMatrix.from_array")
@@ -52,7 +52,10 @@ def plan_trees(
     if graph.is_switch() and (even or n > MOST):
         return [_made(graph, root, turned(n, root)) for root in at]
     if n > MOST:
-        raise ValueError(f"the matrix has {n} GPUs that are not all alike; plans are made for up to {MOST}")
+        raise ValueError(
+            f"the matrix has {n} GPUs, and plans are made for up to {MOST}, or for more on one switch, where all pairs and all "
+            "ports have one rate; plan for parts of the machine"
+        )
     # Plans are made for one numbering of all, so that another numbering of the same machine costs the same.
     order = canonical(_colours(graph, at), _labels(graph))
     place = {v: i for i, v in enumerate(order)}
