@@ -37,7 +37,8 @@ def nothing_left_behind():
     yield
     if TORCHRUN:  # NCCL and others keep files there
         return
-    assert _files() <= before
+    left = sorted(_files() - before)
+    assert not left, f"files in /dev/shm: {left}"
     deadline = time.monotonic() + 5
     while alive := [pid for pid in _pids if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"processes {alive} are still there"

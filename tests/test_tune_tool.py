@@ -235,7 +235,9 @@ def test_two_records_of_one_shape(tmp_path, capsys):
     assert f"{graph} and {eager} both have 8192x8192x28672; give one record of each shape" in said and not out.exists()
 
 
-@pytest.mark.parametrize("change", ({"nodes": 2}, *({"variables": {f"FLUXLIKE_{n}": "2"}} for n in ("VIRTUAL_NODES", "RANKS_PER_GPU"))))
+@pytest.mark.parametrize(
+    "change", ({"nodes": 2}, {"variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}, {"variables": {"FLUXLIKE_RANKS_PER_GPU": "2"}})
+)
 def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_path, capsys):
     from fluxlike.tools import tune
 
