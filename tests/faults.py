@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import IN_FP32, AGCase, RSCase, same
-from ranks import TORCHRUN, Outcome, run_fresh
+from ranks import RANKS_PER_GPU, TORCHRUN, Outcome, run_fresh
 
 import fluxlike
 
@@ -25,8 +25,12 @@ _pids: list[int | None] = []
 
 
 def _files() -> set[str]:
-    """What lies in /dev/shm, but for the semaphores of Python programs that run beside the tests."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """What lies in /dev/shm, but for the semaphores of Python programs that run beside the tests.
+
+    And but for what CUDA and NVSHMEM keep there for processes that share a GPU, and leave where one is killed.
+    """
+    theirs = ("sem.mp-", *(("cuda.shm.", "mps_shm_") if RANKS_PER_GPU > 1 else ()))
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(theirs)}
 
 
 @pytest.fixture(autouse=True)
