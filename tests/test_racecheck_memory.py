@@ -337,6 +337,20 @@ def test_records_are_used_again_and_nothing_in_use_is_lost(monkeypatch):
     ranks.close()
 
 
+@pytest.mark.parametrize("live", [16, 60])
+def test_what_is_forgotten_is_said(monkeypatch, caplog, live):
+    """Where so many records are in use that a search finds hardly any free."""
+    monkeypatch.setattr(raceshadow, "RECORDS", 64)
+    ranks = Ranks(1)
+    ranks.launch(0)
+    for turn in range(100):
+        ranks.write((0, 0), 0, DATA + 64 * (turn % live))
+        ranks.signal((0, 0), 0)
+    said = [record for record in caplog.records if "forgets what was accessed so far" in record.getMessage()]
+    assert bool(said) == (live > 48) and ranks.checkers[0].shadow.generation > 0
+    ranks.close()
+
+
 def test_chains_keep_each_thread_once():
     ranks = Ranks(3)
     for rank in range(3):

@@ -441,6 +441,9 @@ def test_blocks_of_descriptors(stored):
 def test_only_the_rows_that_are_used_count():
     with pytest.raises(RaceError, match="race on matrix"):
         _blocks(-6, used=0)
+    _blocks(-6, used=6)  # of the block, all of them outside of the matrix
+    with pytest.raises(RaceError, match="bytes 0 to 31"):
+        _blocks(-6, used=7)
     _blocks(-4 + 12, used=8)
     with pytest.raises(RaceError, match="race on matrix"):
         _blocks(4, used=8)

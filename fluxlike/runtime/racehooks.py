@@ -148,11 +148,13 @@ class _Operations:
         return self.checker.atomic(_selected(pointers, None), _size(pointers), _ORDER[sem], _SCOPE[scope], act)
 
     def _window(self, descriptor: Any, indices: list[Any], kind: int, rows: int | None = None) -> None:
-        inside, _ = interpreter.window(descriptor, indices)
+        inside, where = interpreter.window(descriptor, indices)
         if inside is None:
             return
-        if rows is not None:
-            inside = inside[..., :rows, :]
+        if rows is not None and inside.ndim > 1:  # counted from the first of the block, which may lie outside of the tensor
+            inside = inside[..., : max(0, rows - where[-2].start), :]
+        if inside.size == 0:
+            return
         addresses = np.array(inside.__array_interface__["data"][0], np.int64)
         for extent, stride in zip(inside.shape, inside.strides, strict=True):
             addresses = addresses[..., None] + np.arange(extent) * stride

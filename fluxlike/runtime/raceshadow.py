@@ -32,7 +32,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from . import racepast
-from .control import ControlGroup
+from .control import ControlGroup, log
 from .shm import share
 
 GRANULE = 2
@@ -249,6 +249,11 @@ class Shadow(racepast.Past):
             front = following[self.taken[following] == 0]
             self.taken[front] = 1
         if int(self.taken.sum()) > RECORDS * 3 // 4:
+            log.warning(
+                "the race checker forgets what was accessed so far, as more accesses than it keeps (%d) matter still: a race with "
+                "one of those is not found; check a smaller problem: fewer tiles, fewer programs",
+                RECORDS,
+            )
             self.taken[:] = 0
             for area in self.areas:
                 for cells in area.used():
