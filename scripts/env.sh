@@ -59,12 +59,14 @@ PY
 
 # A Python to build .venv from. 3.14 and later have no NVSHMEM packages yet.
 base_python() {
-  local fx_name
-  for fx_name in python3 python3.12 python3.11 python3.13; do
-    if "$fx_name" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
-      echo "$fx_name"
-      return
-    fi
+  local fx_name fx_last
+  for fx_last in 12 13; do # 3.13 where there is no other: the tests run with those before
+    for fx_name in python3 python3.12 python3.11 python3.13; do
+      if "$fx_name" -c "import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $fx_last))" 2>/dev/null; then
+        echo "$fx_name"
+        return
+      fi
+    done
   done
   die "no Python 3.11 to 3.13 with venv and ensurepip is on PATH; install one (on Debian or Ubuntu: apt install python3-venv) or set FLUXLIKE_PYTHON."
 }

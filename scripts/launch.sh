@@ -10,7 +10,7 @@ usage: launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] FILE [ARGS...]
        launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] -m MODULE [ARGS...]
 
 Runs FILE or MODULE under torchrun in N processes of this host (default: one a GPU, or 4 without GPUs). Over several hosts: the same
-command on each, with the address of one of them.
+command on each, in any order within ten minutes, with the address of one of them.
 FLUXLIKE_PYTHON names the Python to use; without it, the active python3 if it has what is needed, else .venv, set up once.
 EOT
 }
@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
     --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; fx_nproc=$2; shift 2 ;;
-    --nproc=*) fx_nproc=${1#*=}; shift ;;
+    --nproc=*) fx_nproc=${1#*=}; [ -n "$fx_nproc" ] || die "--nproc= needs a number."; shift ;;
     --nnodes=*) fx_nnodes=${1#*=}; shift ;;
     --rdzv=*) fx_rdzv=${1#*=}; shift ;;
     --nnodes) [ $# -ge 2 ] || die "--nnodes needs a number."; fx_nnodes=$2; shift 2 ;;
@@ -33,6 +33,7 @@ done
 [ -n "$fx_target" ] || die "nothing to run; give a Python file, or -m and a module (see --help)."
 [[ -z $fx_nproc || $fx_nproc =~ ^[1-9][0-9]*$ ]] || die "--nproc $fx_nproc is not a positive number."
 [[ $fx_nnodes =~ ^[1-9][0-9]*$ ]] || die "--nnodes $fx_nnodes is not a positive number."
+[[ $fx_nnodes != 1 || -z $fx_rdzv ]] || die "--rdzv needs --nnodes HOSTS, or each host would run a job of its own."
 [[ $fx_nnodes = 1 || $fx_rdzv =~ .:[0-9]+$ ]] || die "--nnodes $fx_nnodes needs --rdzv HOST:PORT, the same on all hosts: one of them, and a free port."
 
 # shellcheck disable=SC2119 # nothing beyond the usual modules
@@ -52,7 +53,7 @@ else
   # would gloo, which therefore gets the interface.
   read -r fx_address fx_is_host fx_interface < <("$fx_python" "$fx_root/scripts/address.py" "${fx_rdzv%:*}") || exit 2
   if [ -n "${GLOO_SOCKET_IFNAME:-$fx_interface}" ]; then export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$fx_interface}"; fi
-  fx_where=(--nnodes="$fx_nnodes" --local-addr="$fx_address" --rdzv-endpoint="$fx_rdzv" --rdzv-id="fluxlike-$fx_rdzv" --rdzv-conf="is_host=$fx_is_host")
+  fx_where=(--nnodes="$fx_nnodes" --local-addr="$fx_address" --rdzv-endpoint="$fx_rdzv" --rdzv-id="fluxlike-$fx_rdzv" --rdzv-conf="is_host=$fx_is_host,read_timeout=600")
 fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.
 exec "$fx_python" -m torch.distributed.run --nproc-per-node="$fx_nproc" --rdzv-backend=c10d "${fx_where[@]}" $fx_module -- "$fx_target" "$@"

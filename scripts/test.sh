@@ -30,11 +30,13 @@ sanitize() {
   }
   [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
   for fx_nodes in 1 2; do
+    set -m
     for fx_i in "${!fx_checks[@]}"; do
       FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
         >"$fx_logs/$fx_i.log" 2>&1 &
       fx_shards+=($!)
     done
+    set +m
     for fx_i in "${!fx_checks[@]}"; do
       wait "${fx_shards[fx_i]}" || fx_found=1
       echo "$fx_tool --tool ${fx_checks[fx_i]} on tests/sanitizer_case.py, nodes: $fx_nodes"
@@ -45,7 +47,7 @@ sanitize() {
   return $fx_found
 }
 
-fx_needs=(pytest hypothesis)
+fx_needs=(pytest pytest_timeout hypothesis)
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
   full) fx_needs+=(coverage) ;;
@@ -87,22 +89,37 @@ if [ "${1:-}" = gpu ]; then
     done
   }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
-  trap 'kill ${fx_shards[@]+"${fx_shards[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+  # What stands in the background has a process group of its own, as its ranks must end with it.
+  trap 'for fx_i in ${fx_shards[@]+"${fx_shards[@]}"}; do kill -- "-$fx_i" 2>/dev/null || true; done; rm -rf "$fx_logs"' EXIT
   trap 'exit 130' INT # torchrun ends as if a test had failed, behind which the others would run
-  if [ "$fx_jobs" -eq 1 ]; then launch "$@" || fx_status=$?; fi
+  trap 'exit 143' TERM
+  # A command that ends with this script, also by a signal that only this script gets: bash heeds those while it waits, and not before.
+  stand() {
+    local fx_code=0
+    set -m
+    "$@" &
+    set +m
+    fx_shards=($!)
+    wait "$!" || fx_code=$?
+    fx_shards=()
+    return "$fx_code"
+  }
+  if [ "$fx_jobs" -eq 1 ]; then stand launch "$@" || fx_status=$?; fi
+  set -m
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
     launch -m "not alone" "--shard=$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
     fx_shards+=($!)
   done
+  set +m
   for fx_i in "${!fx_shards[@]}"; do
     wait "${fx_shards[fx_i]}" || fx_status=$?
     cat "$fx_logs/$fx_i.log"
   done
   fx_shards=()
-  if [ "$fx_jobs" -gt 1 ]; then launch -m alone "$@" || fx_status=$?; fi
+  if [ "$fx_jobs" -gt 1 ]; then stand launch -m alone "$@" || fx_status=$?; fi
   # These end their own processes, so they run beside no rank of torchrun's.
   if [ $# -eq 0 ]; then
-    "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
+    stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
     sanitize || fx_status=1
   fi
   exit $fx_status
@@ -127,6 +144,7 @@ fi
 # Everything runs even if the first check fails: one run tells all there is to mend.
 fx_status=0 fx_beside=() fx_lanes=() fx_logs=$(mktemp -d)
 trap 'kill ${fx_lanes[@]+"${fx_lanes[@]}"} 2>/dev/null || true; rm -rf "$fx_logs"' EXIT
+trap 'exit 130' INT # also where pytest has taken it, and would be followed by a wait for those beside it
 if [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.

@@ -96,10 +96,17 @@ def every_schedule(group):
     for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
         with pytest.raises(ValueError, match="'decomposed' is not for dtype"):
             make(12, 16, 16, dtype=torch.float32, schedule="decomposed")
+    before = os.environ.get("FLUXLIKE_TORCH_PRODUCTS", "1")
     os.environ["FLUXLIKE_TORCH_PRODUCTS"] = str(world.current().control.node)  # the nodes differ, the ranks of each do not
     said = [int(places[0] != 0) for places in world.current().control.nodes for _ in places]
     with pytest.raises(ValueError, match=f"FLUXLIKE_TORCH_PRODUCTS is {re.escape(str(said))} on the ranks"):
         fluxlike.create_gemm_rs_context(12, 16)
+    os.environ["FLUXLIKE_TORCH_PRODUCTS"] = before
+    with fluxlike.create_gemm_rs_context(12, 16) as rs, fluxlike.create_ag_gemm_context(12, 16, 16) as ag:
+        assert rs.device == ag.device == world.current().device
+    for algo in ("auto", "trees"):
+        with pytest.raises(ValueError, match="on 2 nodes, and only gemm_rs and ag_gemm go from node to node; use a group of"):
+            fluxlike.all_reduce(torch.ones(4, device=device()), algo=algo)
     fluxlike.finalize()
 
 

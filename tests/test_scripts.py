@@ -4,9 +4,11 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from ranks import ROOT
@@ -145,6 +147,39 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
     parts = 3 if "--jobs" in given else 1
     for name in (first, second) if launches > 1 else ():
         assert sum(f"--behind={name} " in line for line in ran) == parts, ran
+
+
+@pytest.mark.parametrize(("given", "started"), (((), 1), (("--jobs", "2"), 2)))
+@pytest.mark.parametrize(("how", "status"), ((signal.SIGTERM, 143), (signal.SIGINT, 130)))
+def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
+    """A signal that only the script gets, with a stand-in for Python whose ranks stand for a minute."""
+    python = f"""case "$2" in
+      torch.distributed.run) sleep 60 & echo $! >>{tmp_path}/ranks; wait ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    for name, text in (("nvidia-smi", "echo 'GPU 0: a'"), ("python", python)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
+    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    script = subprocess.Popen(["bash", "scripts/test.sh", "gpu", *given, "-k", "some"], cwd=ROOT, env=env)
+    ranks, deadline = tmp_path / "ranks", time.monotonic() + 60
+    while len(found := ranks.read_text().split() if ranks.exists() else []) < started:
+        assert time.monotonic() < deadline and script.poll() is None
+        time.sleep(0.05)
+    script.send_signal(how)
+    assert script.wait(20) == status
+    while alive := [pid for pid in found if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def test_what_launch_refuses():
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
+    for given, why in ((["--rdzv", "a:1"], "--rdzv needs --nnodes HOSTS"), (["--nproc="], "--nproc= needs a number")):
+        command = ["bash", "scripts/launch.sh", *given, "tests/nodes_case.py"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode != 0 and why in done.stderr
 
 
 @pytest.mark.slow

@@ -137,12 +137,19 @@ def main(args: argparse.Namespace) -> int:
         print(f"check FAILED: on {int(failed)} ranks" if failed else "check passed: every tile of every call is exact")
     return int(failed > 0)
 
+def counted(text: str) -> int:
+    """A number of calls, as the type of an argument: none would show nothing."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number above 0")
+    return number
+
 
 if __name__ == "__main__":
     fluxlike.init()
     parser = argparse.ArgumentParser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=counted, default=default)
     try:
         status = main(parser.parse_args())
     finally:

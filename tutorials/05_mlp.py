@@ -141,7 +141,7 @@ if __name__ == "__main__":
     fluxlike.init()
     parser = argparse.ArgumentParser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=default)
+        parser.add_argument(f"--{name}", type=int, nargs="+" if name == "tokens" else 1, default=default)
     try:
         status = main(parser.parse_args())
     finally:

@@ -153,6 +153,8 @@ def mended_only(why: str) -> bool:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        sys.exit("start the program with scripts/launch.sh or torchrun, which make the ranks")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     proof = "the mended kernel is right"
     if torch.cuda.is_available():

@@ -17,8 +17,8 @@ What calls what, forward and backward:
 * The norms' weights are the same on all ranks, but each rank sees its tokens only: their gradients are summed over the ranks by
   hand here. (torch's SequenceParallel style does it with DTensors.)
 
-The check: the unsharded model, which every rank trains beside it on all tokens, from the same weights. Loss by loss and, at the
-end, weight by weight they must agree: on a CPU to float32 rounding, on GPUs, whose float32 attention may be rounder, to 1 %.
+The check: the unsharded model, which every rank trains beside it on all tokens, from the same weights. Loss by loss they must
+agree and, at the end, in what each weight has learnt: to 0.1 % on a CPU, on GPUs, whose float32 attention may be rounder, to 1 %.
 
 Run: bash scripts/launch.sh tutorials/07_use_in_a_model.py [--steps N] [--compile]
 """
@@ -84,7 +84,10 @@ def sum_of_norms(model: Block, mesh: DeviceMesh) -> None:
 def main(args: argparse.Namespace) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     if DIM // HEAD % size or args.tokens % size:
-        raise SystemExit(f"{size} ranks: the {DIM // HEAD} heads and the {args.tokens} tokens must be multiples of that")
+        heads = f"the {DIM // HEAD} heads and the {args.tokens} tokens must be multiples of that"
+        raise SystemExit(f"{size} ranks: {heads}; start fewer, as with launch.sh --nproc 2")
+    if args.steps < 1:
+        raise SystemExit(f"--steps {args.steps}: after no step there is nothing to compare; take one at least")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(kind, (size,), mesh_dim_names=("tp",))
     torch.manual_seed(0)  # the same weights and tokens on all ranks
@@ -92,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     model = sharded(copy.deepcopy(whole), mesh["tp"])
     run = torch.compile(model, fullgraph=True, backend="inductor" if kind == "cuda" else "aot_eager") if args.compile else model
     ours, plain = (torch.optim.SGD(kinds(m), lr=0.05, foreach=True) for m in (model, whole))
-    worst = 0.0
+    start, off = [p.detach().clone() for p in whole.parameters()], []
     for step in range(args.steps):
         x, target = (torch.randn(2, args.tokens, DIM, device=kind) for _ in range(2))
         expected = (whole(x) - target).square().sum() / target.numel()
@@ -109,17 +112,20 @@ def main(args: argparse.Namespace) -> int:
 
         total = loss.detach()
         dist.all_reduce(total)  # each rank has the loss of its tokens
-        worst = max(worst, (total - expected.detach()).abs().item())
+        off.append(((total - expected.detach()).abs() / expected.detach()).item())
         if rank == 0:
             print(f"step {step}: loss {total:.6f}, of the unsharded model {expected:.6f}")
-    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+    learnt = [(theirs - before).norm() for theirs, before in zip(whole.parameters(), start, strict=True)]
+    least = 0.01 * torch.stack(learnt).max()  # attention does not depend on the bias of wk, which learns nothing but rounding
+    for mine, theirs, change in zip(model.parameters(), whole.parameters(), learnt, strict=True):
         mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
-        worst = max(worst, (mine - theirs).abs().max().item())
-    failed = torch.tensor(float(not worst < args.tolerance))
+        off.append(((mine - theirs).norm() / torch.maximum(change, least)).item())
+    failed = torch.tensor(float(not all(one < args.tolerance for one in off)))  # NaN is below nothing
     dist.all_reduce(failed)
     if rank == 0:
         verdict = "check FAILED" if failed.item() else "check passed"
-        print(f"{verdict}: after {args.steps} steps losses and weights differ by at most {worst:.2g} on rank 0")
+        found = f"losses, and what weights have learnt, differ by at most {100 * max(off):.2g} % on rank 0"
+        print(f"{verdict}: after {args.steps} steps {found}")
     return int(failed.item() > 0)
 
 
@@ -128,7 +134,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16, help="length of a sequence")
-    parser.add_argument("--tolerance", type=float, default=1e-2 if torch.cuda.is_available() else 1e-5)
+    parser.add_argument("--tolerance", type=float, default=1e-2 if torch.cuda.is_available() else 1e-3)
     parser.add_argument("--compile", action="store_true", help="torch.compile the sharded model")
     try:
         status = main(parser.parse_args())

@@ -189,8 +189,12 @@ def main(args: argparse.Namespace) -> int:
         left[name] = options[name]["post_grad_custom_post_pass"].counts
         say(f"{name:<8} collectives in the graphs: {left[name]}; largest error, over that of the model uncompiled: {worst:.2f}")
         faults += [f"{name} is off by {worst:.3g} times what the model uncompiled is"] * (not worst <= ALLOWED)
-    if any(left["AsyncTP"]) or (ranks > 1 and not all(left["plain"])):
+    if not (left["AsyncTP"] and left["plain"]):
+        faults.append("torch has compiled no graph behind which collectives were counted")
+    if any(left["AsyncTP"]):
         faults.append(f"AsyncTP leaves {left['AsyncTP']} of {left['plain']} collectives")
+    if ranks > 1 and not all(left["plain"]):
+        faults.append(f"without it there are {left['plain']} collectives, in some graph none: there was nothing to replace")
     say(str(options["AsyncTP"]["post_grad_custom_pre_pass"]))
     kinds = {"step": lambda run: partial(trained, run, model, x, dy)}
     if cuda:

@@ -106,11 +106,7 @@ class GroupContext(Shared):
         """
         self.op, self.world = op, world.current()
         self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
-        if control.spans:
-            raise ValueError(
-                f"{op}: ranks {control.ranks} are on {len(control.nodes)} nodes, and only gemm_rs and ag_gemm go from node to "
-                "node; use a group of ranks of one node"
-            )
+        one_node(op, control)
         assert control.board is not None
         self.board: CallBoard = control.board
         self.device, executor = self.world.device, self.world.executor
@@ -478,6 +474,15 @@ lang.set_awaits_hook(racecheck.awaits)
 
 def resolve(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:
     return group if isinstance(group, ControlGroup) else world.current().control_of(group)
+
+
+def one_node(op: str, control: ControlGroup) -> None:
+    """ValueError if the group of an operation that stays on one node spans several."""
+    if control.spans:
+        raise ValueError(
+            f"{op}: ranks {control.ranks} are on {len(control.nodes)} nodes, and only gemm_rs and ag_gemm go from node to node; "
+            "use a group of ranks of one node"
+        )
 
 
 def wants_gradient(*operands: Any) -> bool:

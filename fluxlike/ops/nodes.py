@@ -68,6 +68,7 @@ class NodesContext(Shared):
         self._error: Exception | None = None
         self.last_path, self.stats = "", {"calls": 0, "bytes": 0}
         self.world = world.current()
+        self.device = self.world.device
         error: Exception | None = None
         what = f"create_{op}_context"
         with control.lock:

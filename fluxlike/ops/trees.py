@@ -14,7 +14,7 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..topology import LinkMatrix, Tree, current, plan_trees
 from .exchange import BULK, MOST, OF_BULK, OPS, EpochContext
-from .group import Prepared
+from .group import Prepared, one_node
 from .keeping import kept
 
 #: Bytes of payload that one launch takes at most: each rank has room for them and, in fp32, for those of its children.
@@ -30,6 +30,7 @@ class TreeContext(EpochContext):
     def __init__(self, control: ControlGroup, blocks: int) -> None:
         """Collective. Raises ValueError or RuntimeError on all ranks if one has no plan or they differ."""
         self.blocks = blocks
+        one_node("all_reduce", control)  # trees are planned for the links of one
         self.plans, self.bound = agreed(control)
         tables = [[children_of(tree, control.size) for tree in plan] for plan in self.plans]
         #: The most children that a rank has in a tree.

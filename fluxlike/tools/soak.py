@@ -390,6 +390,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         nonlocal soak
+        if command.spans_nodes("soak"):
+            return 2
         device = world.current().device
         on_gpu = device.type == "cuda"
         soak = Soak(asked, Gpu(device) if on_gpu else Machine(device), soak_plan.GPU if on_gpu else soak_plan.CPU)

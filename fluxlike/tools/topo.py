@@ -39,7 +39,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write matrix, trees and figures")
     parser.add_argument("--png", metavar="FILE", help="draw both; needs matplotlib")
     asked = parser.parse_args(argv)
-    if asked.all and (asked.probe or asked.save or asked.png or asked.k or asked.roots):
+    names = ("probe", "save", "png", "k", "roots", "objective", "link_usage_penalty", "backtrack")
+    if asked.all and any(getattr(asked, name) != parser.get_default(name) for name in names):
         parser.error("--all plans the presets as they are; of the other options it takes --random, --seed and --json")
     if asked.random < 0 or (asked.random and not asked.all):
         parser.error(f"--random {asked.random} needs --all and a number of machines")
