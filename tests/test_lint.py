@@ -61,6 +61,8 @@ TMA_LOAD = "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_t
 PEER = "ld.global.b64 %rd10, [%rd3];\n@%p1 atom.global.sys.relaxed.exch.b32 %r6, [%rd10], 1;\n"
 #: A wait with its loop: thread 0 looks, all learn, the clock is read.
 WAIT = f"{ACQUIRE}{BARRIER}$L__BB0_8:\nmov.u64 %rd8, %globaltimer;\n{ACQUIRE}{BARRIER}@%p2 bra $L__BB0_8;\n"
+#: What may come first, the atomic, what it is given.
+SPIN = "$L__BB0_8:\n{}@%p1 atom.global.sys.acq_rel.{}.b32 %r6, [%rd3], {};\nsetp.lt.s32 %p2, %r6, %r4;\n@%p2 bra $L__BB0_8;\n"
 #: Whether the clock stands beyond something, as each thread sees it.
 CLOCK = "mov.u64 %rd8, %globaltimer;\nsetp.gt.s64 %p6, %rd8, 0;\n"
 #: Only with tiles (n > 0) is there a wait, and a load.
@@ -96,6 +98,7 @@ GOOD = {
     "a count of arrivals": (
         "$L__BB0_1:\n" + STORE + BARRIER + "@%p1 atom.global.acq_rel.sys.add.u32 %r6, [%rd3], 1;\n@%p6 bra $L__BB0_1;\n"
     ),
+    "a count of arrivals, by a register": SPIN.format("mov.b32 %r19, 1;\n", "add", "%r19"),
     "what nobody sends": "ld.global.b32 %r5, [%rd3];\n" + WAIT,
     "a kernel that does not wait": LOAD,
     "a peer's word": PEER,
@@ -185,6 +188,8 @@ BAD = {
         "parted",
     ),
     "endless": (WAIT.replace("mov.u64 %rd8, %globaltimer;\n", ""), "bounded"),
+    "endless, in Triton's default order": (SPIN.format("mov.b32 %r19, 0;\n", "add", "%r19"), "bounded"),
+    "endless, by a compare-and-swap": (SPIN.format("", "cas", "1, 0"), "bounded"),
 }
 
 

@@ -156,7 +156,37 @@ def test_a_lint_of_a_program_without_kernels_fails(tmp_path):
         assert ("launched no kernel of its own" in done.stderr) == (code == 2)
 
 
-@pytest.mark.parametrize("arguments", (["--sm", "x"], ["--sm", "70"], ["--sm", ""], ["--jobs", "0"]))
+PROGRAM = """import sys, torch, triton, triton.language as tl, fluxlike
+from fluxlike.ops.context import Context
+from fluxlike.ops.exchange import Compiled
+from fluxlike.ops.group import resolve
+
+@triton.jit
+def kernel(flag):
+    tl.store(flag, 1)
+
+fluxlike.init()
+with Context("mine", resolve(None), torch.float32, "in_kernel", flags=16, data=64) as ctx:
+    first = torch.zeros(ctx.flags.numel(), dtype=ctx.flags.dtype)
+    for flags in ([first] if "warm" in sys.argv else []) + [ctx.flags]:
+        ctx.launch(kernel, 1, (flags,), {}, Compiled(warps=4))
+fluxlike.finalize()
+"""
+
+
+@pytest.mark.parametrize("argument", ([], ["warm"]))
+def test_a_launch_on_other_memory_first_hides_nothing(tmp_path, argument):
+    """The same code, of which only the heap's signals show what is wrong: they are set by a plain store."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = ["bash", "scripts/launch.sh", "--nproc", "1", "-m", "fluxlike", "lint", "--sm", "90"]
+    command += [str(tmp_path / "program.py"), *argument]
+    env = os.environ | {"FLUXLIKE_PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=200)
+    assert done.returncode == 1 and "[plain]" in done.stdout, done
+    assert f"{1 + len(argument)} kernels compiled, 1 findings" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", (["--sm", "x"], ["--sm", "70"], ["--sm", "110"], ["--sm", ""], ["--jobs", "0"]))
 def test_wrong_arguments(arguments, capsys):
     """Status 2: 1 would say that something was found."""
     with pytest.raises(SystemExit) as end:

@@ -21,7 +21,7 @@ import triton
 from ...runtime import cpu, world
 from .. import runfile
 from .compiling import Launch, build, launch_of
-from .rules import Spec, lint_built
+from .rules import SHARED, Spec, lint_built, shared_of
 from .variants import CAPABILITIES, Report, cases, check
 
 
@@ -45,7 +45,7 @@ def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
     def observe(kernel: Any, arguments: tuple, constants: dict, warps: int, stages: int) -> None:
         if not kernel.fn.__module__.startswith("fluxlike."):  # those have other tiles on GPUs; `check_all` has them
             launch = launch_of(kernel, arguments, constants, warps, stages, world.current().contexts)
-            seen.setdefault(launch.key, launch)
+            seen.setdefault((launch.key, launch.payload, launch.signals, launch.bases), launch)
 
     cpu.observer = observe
     try:
@@ -81,6 +81,11 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not all(number.isdecimal() and int(number) >= 80 for number in asked.sm.split(",")):
         parser.error(f"--sm {asked.sm!r} is no list of compute capabilities from 80 on, such as 80,90")
+    for number in asked.sm.split(","):
+        try:
+            shared_of(int(number))
+        except LookupError:
+            parser.error(f"--sm {number}: how much shared memory it has is not known here, but of {', '.join(map(str, SHARED))}")
     if asked.jobs is not None and asked.jobs < 1:
         parser.error(f"--jobs {asked.jobs} is below 1; leave it out for one a core")
     capabilities = [int(number) for number in asked.sm.split(",")]

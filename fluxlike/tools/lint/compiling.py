@@ -18,6 +18,7 @@ _TOOLS = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "b
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.bool: "i1",
     torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint16: "u16", torch.uint32: "u32", torch.uint64: "u64", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5",
 }  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def launch_of(kernel: Any, args: tuple, constants: dict[str, Any], warps: int, s
         name = parameter.name
         kind = _type_of(value)
         specialised = not getattr(parameter, "do_not_specialize", False)
-        if kind == "constexpr" or (specialised and isinstance(value, int) and value == 1):
+        if kind == "constexpr" or (specialised and value is not True and isinstance(value, int) and value == 1):
             fixed[name] = value
             continue
         signature[name] = kind

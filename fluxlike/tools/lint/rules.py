@@ -254,8 +254,10 @@ def _too_narrow(ptx: Ptx, op: Op, spec: Spec) -> str:
 def bounded(ptx: Ptx) -> list[Finding]:
     """Rule "bounded": a loop that waits for another rank looks at the clock."""
 
-    def looks(op: Op) -> bool:  # and does not send: an atomic that counts arrivals is no wait
-        return is_acquire(op) and not is_release(op) and ".sys" in op.name
+    def looks(op: Op) -> bool:  # and does not send, as one that counts arrivals does; Triton's default order is both
+        if ".sys" not in op.name or not is_acquire(op):
+            return False
+        return not is_release(op) or ".cas." in op.name or adds_nothing(ptx, op)
 
     found = []
     for loop in ptx.innermost(looks):
@@ -482,7 +484,7 @@ def resources(built: Built, spec: Spec) -> list[Finding]:
             f"registers used, {spec.local} allowed): use a smaller tile or more warps"
         )
         found.append(Finding("spill", 0, "", message))
-    limit = SHARED.get(built.capability, SHARED[built.capability // 10 * 10])
+    limit = shared_of(built.capability)
     if built.shared > limit:
         message = f"{built.shared} bytes of shared memory, sm_{built.capability} has {limit}: use fewer stages or a smaller tile"
         found.append(Finding("shared", 0, "", message))
@@ -491,6 +493,11 @@ def resources(built: Built, spec: Spec) -> list[Finding]:
 
 #: Most shared memory of a program, in bytes.
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+
+
+def shared_of(capability: int) -> int:
+    """That of a capability; LookupError where it is not known."""
+    return SHARED[capability] if capability in SHARED else SHARED[capability // 10 * 10]
 
 
 # -- helpers --------------------------------------------------------------------------------------------------------------
@@ -506,6 +513,16 @@ def touches(ptx: Ptx, op: Op, arguments: tuple[str, ...]) -> bool:
 def chooses(ptx: Ptx, op: Op, arguments: tuple[str, ...]) -> bool:
     """Whether the address of a load may also come from another pointer, as a branch or selection has it."""
     return bool((ptx.touches(_global_side(op)) & ptx.pointers) - set(arguments))
+
+
+def adds_nothing(ptx: Ptx, op: Op) -> bool:
+    """Whether an atomic leaves the word as it is."""
+    if not re.search(r"\.(add|or|xor)\.", op.name):
+        return False
+    given = op.operands.rsplit(",", 1)[-1].strip()
+    made = ptx.definitions.get(given, [])
+    zero = all(one.name.startswith("mov.") and re.search(r",\s*0$", one.operands) for one in made)
+    return given == "0" or (bool(made) and zero)
 
 
 def _global_side(op: Op) -> str:
