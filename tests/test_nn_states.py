@@ -1,5 +1,6 @@
 """fluxlike.nn: states that are put into layers, copies on disk, the meta device, and checkpoints in what is compiled."""
 
+import copy
 import io
 from functools import partial
 
@@ -62,6 +63,43 @@ def pickled(group):
 
 def test_models_can_be_pickled():
     run_ranks(pickled, 2)
+
+
+def blocks(group):
+    """Blocks that are compiled one by one, as of long models, share what is compiled: their layers are of one class, copies too."""
+    mesh, made = DeviceMesh.from_group(group, device().type), []
+    with device():
+        _, _, shard = both(group)
+        ours = [parallel(model(), mesh) for _ in range(4)]
+
+    def counted(graph, _):
+        made.append(graph)
+        return graph
+
+    assert len({type(one.gate) for one in (*ours, copy.deepcopy(ours[0]))}) == 1
+    torch._dynamo.reset()
+    for one in ours:
+        with torch.no_grad():
+            torch.compile(one, backend=counted, fullgraph=True)(shard)
+    assert len(made) == 1, len(made)
+
+
+def test_equal_blocks_are_compiled_once():
+    run_ranks(blocks, 2)
+
+
+@on_device
+def misfits(group):
+    layer = fluxlike.nn.ColumnParallelLinear(HIDDEN, 8, group=group)
+    with pytest.raises(ValueError, match=r"m=5 is for inputs \[tokens, features\], and this one is \[1, 3, "):
+        layer(torch.zeros(1, 3, HIDDEN), m=5)
+    doubles = fluxlike.nn.RowParallelLinear(HIDDEN, 8, group=group, dtype=torch.float64)
+    with torch.autocast(device().type, torch.bfloat16), pytest.raises(ValueError, match="float64"):
+        doubles(torch.zeros(4, HIDDEN // 2, dtype=torch.float64))
+
+
+def test_what_does_not_fit_a_layer_is_said():
+    run_ranks(misfits, 2)
 
 
 @on_device

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fluxlike
+from fluxlike.nn import embedding as embedding_file
 from fluxlike.ops import sparse_all_reduce as op_file
+from fluxlike.ops.sparse_hook import CONTEXT
 from fluxlike.runtime import programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -397,6 +400,106 @@ def test_training():
     run_ranks(trains, 2)
 
 
+def in_order(table, ddp, order, zero):
+    """Steps of a schedule: forward of a batch, or backward of one, with its reduction. The gradients, as dense tables."""
+    rank, found, losses = dist.get_rank(), [], {}
+    for step in order:
+        if step[0] == "f":
+            name = step[1]
+            ids = torch.tensor([ord(name) % 7, ord(name) % 5 + rank])
+            losses[name] = ddp(ids).square().sum()
+        elif step[0] == "z":
+            zero()
+        else:
+            sum(losses.pop(one) for one in step[1:]).backward()
+            found.append(table.weight.grad.to_dense().clone())
+            zero()
+    return found
+
+
+#: f: forward, b: backward of these together, z: zero_grad only. And how many of the reductions found ids that had gone ahead.
+ORDERS = {
+    "in turn": (("fa", "ba", "fb", "bb", "fc", "bc"), 3),
+    "one forward ahead": (("fa", "fb", "ba", "fc", "bb", "fd", "bc", "bd", "fe", "be"), 1),
+    "two together": (("fa", "fb", "bab", "fc", "bc"), 1),
+    "zeroed between": (("fa", "ba", "fb", "z", "fc", "bbc", "fd", "bd"), 2),
+    "one that is dropped": (("fa", "ba", "fx", "fb", "bb", "fc", "bc", "fd", "bd", "fe", "be"), 2),
+}
+
+
+def orders(group, which, tie):
+    order, ahead = ORDERS[which]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding_file, "FORGOTTEN", 3)
+        in_both(group, order, ahead, tie)
+
+
+def in_both(group, order, ahead, tie):
+    results, started = [], []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        table = fluxlike.nn.Embedding(20, 4, 16, group) if ours else nn.Embedding(20, 4, sparse=True)
+        model = nn.Sequential(table, nn.Linear(4, 2))
+        if tie:  # by weight: each forward goes through the other one of the two
+            other = fluxlike.nn.Embedding(20, 4, 16, group) if ours else nn.Embedding(20, 4, sparse=True)
+            other.weight = table.weight
+            turn = iter(itertools.cycle((table, other)))
+            model = Turns(model[0], other, model[1], turn)
+        ddp = DistributedDataParallel(model, process_group=group)
+        ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)
+        if ours:
+            take = table.context.take
+
+            def taken(*args, context=table.context, take=take):
+                started.append(context._pending is not None)
+                return take(*args)
+
+            table.context.take = taken
+        results.append(in_order(table, ddp, order, lambda ddp=ddp: ddp.zero_grad()))
+    assert len(results[0]) == len(results[1])
+    for plain, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
+    assert sum(started) == ahead, started
+    table.close()
+    ddp(torch.tensor([1, 2])).sum().backward()  # its ids go with the values now
+    assert table.weight.grad._nnz() > 0
+
+
+class Turns(nn.Module):
+    """Embeddings that take turns, and what is behind them."""
+
+    def __init__(self, one, other, out, turn):
+        super().__init__()
+        self.one, self.other, self.out, self._turn = one, other, out, turn
+
+    def forward(self, ids):
+        return self.out(next(self._turn)(ids))
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("which", ORDERS)
+def test_ids_go_ahead_only_of_their_own_gradient(which, tie):
+    run_ranks(orders, 2, which=which, tie=tie)
+
+
+def replaced(group):
+    """A state that replaces the parameter: ids go ahead as before."""
+    table = fluxlike.nn.Embedding(20, 4, 16, group)
+    table.load_state_dict({"weight": torch.ones(20, 4, device=device())}, assign=True)
+    for _ in range(3):
+        table(torch.tensor([1, 2], device=device())).sum().backward()
+        assert table.context._pending is not None
+        fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=getattr(table.weight, CONTEXT))
+        table.weight.grad = None
+    with pytest.raises(TypeError, match="make one, with max_ids, and load the weights"):
+        fluxlike.nn.Embedding.from_pretrained(torch.zeros(4, 2))
+    table.close()
+
+
+def test_embedding_of_another_tensor():
+    run_ranks(replaced, 2)
+
+
 def compiled(group):
     """A compiled model starts the ids in its forward; that is left out of what is compiled, and it is not compiled anew."""
     from torch._dynamo.utils import counters
@@ -427,11 +530,12 @@ def forwards(group):
     with torch.no_grad():
         table(ids)
     assert table.context._pending is None
-    table(ids)  # no gradient comes of it
-    table(ids).sum().backward()  # a second one: ids go with the values
-    assert table.context._pending is None
-    fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
-    table.weight.grad = None
+    table(ids)  # no gradient comes of it, which is not known before it is forgotten
+    for _ in range(embedding_file.FORGOTTEN):
+        table(ids).sum().backward()
+        assert table.context._pending is None
+        fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+        table.weight.grad = None
     table(ids).sum().backward()
     assert table.context._pending.ids.tolist() == [1, 2]
     x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)

@@ -12,20 +12,28 @@ from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
 from ..ops.sparse_arguments import refuse
 from ..ops.sparse_hook import CONTEXT
 
+#: Reductions after which a forward pass that was never differentiated keeps ids from going ahead no more.
+FORGOTTEN = 32
+
 
 class Embedding(nn.Embedding):
     """``torch.nn.Embedding(…, sparse=True)`` for data parallelism with `fluxlike.sparse_allreduce_hook`.
 
     A forward pass that will have a gradient begins the exchange of its ids, beside what follows; the hook then sends values only.
-    If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), or a
-    reduced gradient to which the next one is added, ids go with the values, as they do in evaluation (``eval``), where nothing
-    begins and a rank may be alone. Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back.
+    If there is a second forward pass before the gradient is reduced (shared tables, accumulated gradients, checkpointing), an
+    earlier one that has not been differentiated yet (pipelines; one that never is counts for `FORGOTTEN` reductions), or a reduced
+    gradient to which the next one is added (call ``zero_grad`` in front of the forward pass), ids go with the values. So they do in
+    evaluation (``eval``), where nothing begins and a rank may be alone; in training the ranks make the same forward passes between
+    two reductions. What others compute from the same weight, as by torch's Embedding, is not seen: use this class for all of them.
+
+    Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back, and then ids go with the values.
     """
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, max_ids: int, group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
-        """``max_ids``: ids of a rank's gradient at most. ``options``: those of torch.nn.Embedding, but ``sparse``.
+        """``max_ids``: entries of a rank's gradient at most, as it is when it is reduced: of all forward passes that are added up
+        in it, and of the reduced one that they are added to. ``options``: those of torch.nn.Embedding, but ``sparse``.
 
         Raises ValueError on all ranks if one passes sizes or a dtype that are not legal, or other ones than the rest.
         """
@@ -39,28 +47,33 @@ class Embedding(nn.Embedding):
         control.agree("fluxlike.nn.Embedding", (num_embeddings, embedding_dim, max_ids), error)
         self.context = create_sparse_all_reduce_context(self.weight.shape, max_ids, self.weight.dtype, group)
         setattr(self.weight, CONTEXT, self.context)
-        self._started_for = -1
+        #: Of what is computed from the weight: see `_Ahead`. It lies with the context, which tied weights share.
+        self.context.ahead = _Ahead()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
         rows = super().forward(ids)  # first, as it checks the ids
-        if self.training and torch.is_grad_enabled() and self.weight.requires_grad and not self.context.closed:
-            self._start(ids)
+        if self.training and torch.is_grad_enabled() and self.weight.requires_grad:
+            self._start(ids, rows)
         return rows
 
     @torch.compiler.disable  # else dynamo goes into the launches, and compiles anew for each number of calls
-    def _start(self, ids: torch.Tensor) -> None:
-        calls = self.context.stats["calls"]
-        self.context.cancel_indices()
+    def _start(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        if not hasattr(self.weight, CONTEXT):  # another tensor was put in its place, as by load_state_dict(assign=True)
+            setattr(self.weight, CONTEXT, self.context)
+        context = getattr(self.weight, CONTEXT)
+        if context.closed or context.dtype != self.weight.dtype:
+            return
+        context.cancel_indices()
+        first = context.ahead.forward(rows, context.stats["calls"])
         grad = self.weight.grad  # what comes is added to it, and reduced again with it, as by DDP without no_sync
         kept_on = grad is not None and grad.is_sparse and grad._nnz() > 0
-        if self._started_for != calls and not kept_on:  # the first forward pass since the last gradient was reduced
-            self._started_for = calls
+        if first and not kept_on:
             kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
-            if kept.numel() > self.context.rows:
-                most = f"max_ids={self.context.rows}; make the Embedding with a larger max_ids"
-                refuse(self.context.control, f"Embedding: {kept.numel()} ids are more than {most}")
-            self.context.start_indices(kept)
+            if kept.numel() > context.rows:
+                most = f"max_ids={context.rows}; make the Embedding with a larger max_ids"
+                refuse(context.control, f"Embedding: {kept.numel()} ids are more than {most}")
+            context.start_indices(kept)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `to`, `half` and the like do, unless the context would not fit the weight that they make."""
@@ -72,6 +85,10 @@ class Embedding(nn.Embedding):
             )
         return super()._apply(fn, recurse)
 
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> Self:
+        raise TypeError("fluxlike.nn.Embedding: make one, with max_ids, and load the weights into it by load_state_dict")
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "fluxlike.nn.Embedding: it has memory that the ranks share, so it cannot be copied or pickled; make another one, and "
@@ -81,3 +98,27 @@ class Embedding(nn.Embedding):
     def close(self) -> None:
         """Give the memory back; collective."""
         self.context.close()
+
+
+class _Ahead:
+    """Whether the next gradient of a weight will be that of one forward pass: known from forward and backward passes alone, and so
+    the same on all ranks that make the same ones.
+    """
+
+    def __init__(self) -> None:
+        #: Forward passes that have not been differentiated: of each, how many reductions there had been.
+        self._open: list[list[int]] = []
+        self._reduced = -1  # at the last forward pass
+
+    def forward(self, rows: torch.Tensor, reduced: int) -> bool:
+        """A forward pass gives ``rows``, after so many reductions; whether it is the first since the last, and no other is open."""
+        self._open = [other for other in self._open if reduced - other[0] < FORGOTTEN]
+        first, self._reduced = self._reduced != reduced and not self._open, reduced
+        this = [reduced]
+        self._open.append(this)
+
+        def differentiated(_: torch.Tensor) -> None:
+            self._open = [other for other in self._open if other is not this]
+
+        rows.register_hook(differentiated)
+        return first

@@ -73,12 +73,12 @@ def check_linears(layer: str, linears: Sequence[Any]) -> None:
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
-    """The operands in the dtype that torch.autocast wants of a linear layer, if it is on."""
+    """The operands in the dtype that torch.autocast wants of a linear layer, if it is on; doubles it leaves alone."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return [x, *others]
     dtype = torch.get_autocast_dtype(kind)
-    return [t if t is None else t.to(dtype) for t in (x, *others)]
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others)]
 
 
 def fill(parameter: nn.Parameter, part: torch.Tensor) -> None:
@@ -101,6 +101,11 @@ def column_forward(
 ) -> list[torch.Tensor]:
     """What the layers and the styles do: one gather, a result for each weight."""
     check_sequence(layer, x, dim, None)
+    if m is not None and x.dim() > 2:
+        raise ValueError(
+            f"{layer}: m={m} is for inputs [tokens, features], and this one is {list(x.shape)}; flatten it to tokens, or pad the "
+            "sequence so that all ranks have as many"
+        )
     x, *operands = autocast(x, *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     keep = save_gathered and torch.is_grad_enabled()

@@ -124,9 +124,14 @@ class RowwiseParallel(_Style):
         return self._take(module, device_mesh, _Rowwise, "in_features", {"weight": Shard(1), "bias": Replicate()})
 
 
+_classes: dict[tuple[type, type], type] = {}
+
+
 def _class(kind: type, of: type) -> type:
-    """Modules of class ``of`` with the forward of ``kind``."""
-    return type(f"{kind.__name__}{of.__name__}", (kind, of), {})
+    """Modules of class ``of`` with the forward of ``kind``: one class, as torch.compile makes code for each."""
+    if (kind, of) not in _classes:
+        _classes[kind, of] = type(f"{kind.__name__}{of.__name__}", (kind, of), {})
+    return _classes[kind, of]
 
 
 def _blank(kind: type, of: type) -> Any:

@@ -88,6 +88,8 @@ class SparseAllReduceContext(EpochContext):
         self.owned = ranks > 2 and wire is dtype
         self._lanes = self.world.executor.lanes((NAME, control.name))
         self._pending: Pending | None = None
+        #: Of `fluxlike.nn.Embedding`: when ids may go ahead.
+        self.ahead: Any = None
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None
         self._no_sums = self.lasting(1, width, dtype=torch.float32)

@@ -25,7 +25,10 @@ def sparse_allreduce_hook(
     if not x.is_sparse:
         return allreduce_hook(group, bucket)  # type: ignore[arg-type, no-any-return]
     (parameter,) = bucket.parameters()
-    y = sparse_all_reduce(x, "avg", group, ctx=getattr(parameter, CONTEXT, None))
+    ctx = getattr(parameter, CONTEXT, None)
+    if ctx is not None and ctx.closed:  # by all ranks, so all go on without
+        ctx = None
+    y = sparse_all_reduce(x, "avg", group, ctx=ctx)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[y.device] if y.is_cuda else None)
     done.set_result(y)
     return done
