@@ -406,7 +406,7 @@ def in_order(table, ddp, order, zero):
     for step in order:
         if step[0] == "f":
             name = step[1]
-            ids = torch.tensor([ord(name) % 7, ord(name) % 5 + rank])
+            ids = torch.tensor([ord(name) % 7, ord(name) % 5 + rank], device=device())
             losses[name] = ddp(ids).square().sum()
         elif step[0] == "z":
             zero()
@@ -438,13 +438,14 @@ def in_both(group, order, ahead, tie):
     results, started = [], []
     for ours in (False, True):
         torch.manual_seed(0)
-        table = fluxlike.nn.Embedding(20, 4, 16, group) if ours else nn.Embedding(20, 4, sparse=True)
-        model = nn.Sequential(table, nn.Linear(4, 2))
+        kind, how = (fluxlike.nn.Embedding, dict(max_ids=16, group=group)) if ours else (nn.Embedding, dict(sparse=True))
+        kind = functools.partial(kind, 20, 4, device=device(), **how)
+        table, out = kind(), nn.Linear(4, 2).to(device())
+        model = nn.Sequential(table, out)
         if tie:  # by weight: each forward goes through the other one of the two
-            other = fluxlike.nn.Embedding(20, 4, 16, group) if ours else nn.Embedding(20, 4, sparse=True)
+            other = kind()
             other.weight = table.weight
-            turn = iter(itertools.cycle((table, other)))
-            model = Turns(model[0], other, model[1], turn)
+            model = Turns(table, other, out)
         ddp = DistributedDataParallel(model, process_group=group)
         ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)
         if ours:
@@ -461,16 +462,16 @@ def in_both(group, order, ahead, tie):
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
     assert sum(started) == ahead, started
     table.close()
-    ddp(torch.tensor([1, 2])).sum().backward()  # its ids go with the values now
+    ddp(torch.tensor([1, 2], device=device())).sum().backward()  # its ids go with the values now
     assert table.weight.grad._nnz() > 0
 
 
 class Turns(nn.Module):
     """Embeddings that take turns, and what is behind them."""
 
-    def __init__(self, one, other, out, turn):
+    def __init__(self, one, other, out):
         super().__init__()
-        self.one, self.other, self.out, self._turn = one, other, out, turn
+        self.one, self.other, self.out, self._turn = one, other, out, itertools.cycle((one, other))
 
     def forward(self, ids):
         return self.out(next(self._turn)(ids))
