@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import os
 import types
 
 import pytest
@@ -184,7 +185,14 @@ def handled(group):
         assert all(p.grad is None and not p.requires_grad for p in ours.parameters())
 
 
+def draws(group):
+    mesh = DeviceMesh.from_group(group, device().type)
+    DTensor.from_local(torch.zeros(2, device=device()), mesh, [Shard(0)]).uniform_()
+
+
 def test_what_is_done_to_layers():
+    if TORCHRUN:  # with the first DTensor that draws, torch sends the state of rank 0 to all ranks, also those beyond the group
+        run_ranks(draws, int(os.environ["WORLD_SIZE"]))
     run_ranks(handled, 2)
 
 
