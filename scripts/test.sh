@@ -20,6 +20,23 @@ Paths among the arguments are relative to the root of the repository.
 EOT
 }
 
+# In the background, in a process group of its own, as its ranks must end with it.
+apart() {
+  set -m
+  "$@" &
+  set +m
+  fx_shards+=($!)
+}
+
+# A command that ends with this script, also by a signal that only this script gets: bash heeds those while it waits, and not before.
+stand() {
+  local fx_code=0
+  apart "$@"
+  wait "$!" || fx_code=$?
+  fx_shards=()
+  return "$fx_code"
+}
+
 # Memory, shared memory and barriers of every kernel, in two ranks, and in two as two nodes; says so where it cannot be run.
 # Three of the six side by side, as most of each is the start of two processes that the tool looks at.
 sanitize() {
@@ -30,13 +47,10 @@ sanitize() {
   }
   [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
   for fx_nodes in 1 2; do
-    set -m
     for fx_i in "${!fx_checks[@]}"; do
-      FLUXLIKE_VIRTUAL_NODES=$fx_nodes bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
-        >"$fx_logs/$fx_i.log" 2>&1 &
-      fx_shards+=($!)
+      FLUXLIKE_VIRTUAL_NODES=$fx_nodes apart bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
+        >"$fx_logs/$fx_i.log" 2>&1
     done
-    set +m
     for fx_i in "${!fx_checks[@]}"; do
       wait "${fx_shards[fx_i]}" || fx_found=1
       echo "$fx_tool --tool ${fx_checks[fx_i]} on tests/sanitizer_case.py, nodes: $fx_nodes"
@@ -89,28 +103,13 @@ if [ "${1:-}" = gpu ]; then
     done
   }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
-  # What stands in the background has a process group of its own, as its ranks must end with it.
   trap 'for fx_i in ${fx_shards[@]+"${fx_shards[@]}"}; do kill -- "-$fx_i" 2>/dev/null || true; done; rm -rf "$fx_logs"' EXIT
   trap 'exit 130' INT # torchrun ends as if a test had failed, behind which the others would run
   trap 'exit 143' TERM
-  # A command that ends with this script, also by a signal that only this script gets: bash heeds those while it waits, and not before.
-  stand() {
-    local fx_code=0
-    set -m
-    "$@" &
-    set +m
-    fx_shards=($!)
-    wait "$!" || fx_code=$?
-    fx_shards=()
-    return "$fx_code"
-  }
   if [ "$fx_jobs" -eq 1 ]; then stand launch "$@" || fx_status=$?; fi
-  set -m
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
-    launch -m "not alone" "--shard=$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1 &
-    fx_shards+=($!)
+    apart launch -m "not alone" "--shard=$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1
   done
-  set +m
   for fx_i in "${!fx_shards[@]}"; do
     wait "${fx_shards[fx_i]}" || fx_status=$?
     cat "$fx_logs/$fx_i.log"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cover
 import pytest
@@ -22,10 +23,12 @@ import fluxlike
 
 pytest.importorskip("rich")
 
+from fluxlike.ops.all_reduce import KIND
+from fluxlike.runtime import world
 from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed, Lost, Peers
-from fluxlike.tools.bench_reduce import Size
+from fluxlike.tools.bench_reduce import Algorithm, Size
 from fluxlike.tools.bench_report import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -414,3 +417,27 @@ def test_on_gpus(op):
                 assert row.status == "ok" and len(row.rounds_ms) == 2 and 0 < row.ms < 100, (mode, row)
             assert rows["gemm"].ms < rows["torch"].ms
             assert all(rows[name].path.startswith(name) for name in ("copy_engine", "in_kernel"))
+
+
+def paths(group):
+    """The path of a method is of its own last call: not of a context that a graph holds, nor of who called behind its capture."""
+    fluxlike.init(heap="shm", heap_bytes=64 << 20)
+    for algo, n in (("one_shot", 64), ("bulk", 1 << 16)):
+        fluxlike.all_reduce(torch.ones(n), algo=algo)
+        this = world.current()
+        this.cached[KIND.name, this.control.name].captured = algo == "one_shot"
+    assert len(Algorithm._contexts()) == 2 and Algorithm(torch.ones(1), "bulk").last_path == "bulk"
+    peers = SimpleNamespace(attempt=lambda act: act(), gather=lambda said: [said])
+    problem = SimpleNamespace(judge=lambda name, result: (0.0, 1.0))
+    for graph, path in ((None, "another"), (object(), "mine")):
+        row = SimpleNamespace(path="mine", error=0.0, allowed=1.0)
+        how = dict(call=lambda: None, spoil=lambda: None, row=row, context=SimpleNamespace(last_path="another"), graph=graph)
+        bench.Bench.check(SimpleNamespace(settle=lambda _: None, peers=peers), problem, SimpleNamespace(name="m", **how))
+        assert row.path == path
+    fluxlike.finalize()
+
+
+@pytest.mark.skipif(ranks.TORCHRUN, reason="makes its own ranks")
+def test_the_path_is_of_the_method_s_own_call():
+    for outcome in ranks.run_fresh(paths, 2):
+        assert outcome.ok, str(outcome)

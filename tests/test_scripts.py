@@ -81,6 +81,15 @@ def test_what_the_caller_exported_reaches_the_program_as_it_was(tmp_path):
 CHECKS = [f"{nodes} {tool}" for nodes in (1, 2) for tool in ("memcheck", "racecheck", "synccheck")]
 
 
+def with_stand_ins(tmp_path, programs):
+    """The environment of a script that finds these programs, bash scripts by name or path, first; "python" is its Python."""
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
+    return env | {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+
+
 @pytest.mark.parametrize("case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "some tests"))
 def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for two GPUs."""
@@ -96,12 +105,8 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
       pytest) echo "pytest $*" >>{tmp_path}/ran ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
-    for name, text in (("nvidia-smi", f"echo '{gpus}'"), ("python", python), (sanitizer, "exit 3")):
-        if name != sanitizer or case != "not found":
-            (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-            (tmp_path / name).chmod(0o700)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
-    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_HOME": str(home), "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    tools = {} if case == "not found" else {sanitizer: "exit 3"}
+    env = with_stand_ins(tmp_path, {"nvidia-smi": f"echo '{gpus}'", "python": python, **tools}) | {"CUDA_HOME": str(home)}
     env |= {"FLUXLIKE_RANKS_PER_GPU": "2"} if case == "one GPU for two" else {}
     command = ["bash", "scripts/test.sh", "gpu", *(["-k", "some"] if case == "some tests" else [])]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
@@ -134,11 +139,7 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
       pytest) ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
-    for name, text in (("nvidia-smi", "echo 'GPU 0: a'"), ("python", python)):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o700)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
-    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
     command = ["bash", "scripts/test.sh", "gpu", *given, "-k", "some"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -157,11 +158,7 @@ def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
       torch.distributed.run) sleep 60 & echo $! >>{tmp_path}/ranks; wait ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
-    for name, text in (("nvidia-smi", "echo 'GPU 0: a'"), ("python", python)):
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o700)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("FLUXLIKE_", "CUDA_"))}
-    env |= {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
+    env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
     script = subprocess.Popen(["bash", "scripts/test.sh", "gpu", *given, "-k", "some"], cwd=ROOT, env=env)
     ranks, deadline = tmp_path / "ranks", time.monotonic() + 60
     while len(found := ranks.read_text().split() if ranks.exists() else []) < started:

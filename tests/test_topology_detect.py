@@ -327,3 +327,10 @@ def test_errors_are_lines(capsys, tmp_path):
     assert topo.main(["p4d"]) == 1 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("topo: no topology is called 'p4d'") and "Is a directory" in said[1] and len(said) == 2
+
+
+@pytest.mark.parametrize("more", (["--objective", "mxnet"], ["--backtrack"], ["--link-usage-penalty", "0.5"], ["--k", "0"]))
+def test_all_presets_take_no_options_of_one_plan(more, capsys):
+    with pytest.raises(SystemExit) as end:
+        topo.main(["--all", *more])
+    assert end.value.code == 2 and "--all plans the presets as they are" in capsys.readouterr().err

@@ -92,12 +92,17 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
         tune.main(argv)
 
 
-@pytest.mark.parametrize("tool", ("tune", "trace"))
+ON_NODES = {name: ["gemm_rs", "--shapes", "32x32x32"] for name in ("tune", "trace")}
+ON_NODES |= {"soak": ["--minutes", "0.1"], "links": ["nvswitch-2", "--sizes", "1024"]}
+
+
+@pytest.mark.parametrize("tool", ON_NODES)
 def test_ranks_on_several_nodes_are_told_at_once(tool, tmp_path):
     """What these tools look into is the making of calls on one node."""
     pytest.importorskip("rich")
-    env = {"FLUXLIKE_VIRTUAL_NODES": "2"}
-    outcomes = run_fresh(run_on_nodes, 2, env, tool=tool, argv=["gemm_rs", "--shapes", "32x32x32", "--out", str(tmp_path / "out")])
+    option = {"links": "--json"}.get(tool, "--out")
+    argv = [*ON_NODES[tool], option, str(tmp_path / "out")]
+    outcomes = run_fresh(run_on_nodes, 2, {"FLUXLIKE_VIRTUAL_NODES": "2"}, tool=tool, argv=argv)
     first, second = (outcome.value if outcome.ok else outcome for outcome in outcomes)
     assert first[::2] == (2, False) and second == (2, "", False), (first, second)
     assert first[1].startswith(f"{tool}: the ranks are on 2 nodes, and {tool} works on one; start it") and first[1].count("\n") == 1
@@ -245,7 +250,8 @@ def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_
     record["environment"].update(change)
     (tmp_path / "record.json").write_text(json.dumps(record))
     assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(tmp_path / "table.json")]) == 1
-    assert "tables are for one node of whole GPUs" in capsys.readouterr().err and not (tmp_path / "table.json").exists()
+    assert "record.json were on several nodes or shared GPUs; give records of one node" in capsys.readouterr().err
+    assert not (tmp_path / "table.json").exists()
 
 
 def test_a_method_without_a_time_in_a_record(tmp_path):

@@ -137,8 +137,9 @@ def main(args: argparse.Namespace) -> int:
         print(f"check FAILED: on {int(failed)} ranks" if failed else "check passed: every tile of every call is exact")
     return int(failed > 0)
 
+
 def counted(text: str) -> int:
-    """A number of calls, as the type of an argument: none would show nothing."""
+    """A size or a number of calls, as the type of an argument: none would show nothing."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not a whole number above 0")

@@ -84,8 +84,8 @@ def sum_of_norms(model: Block, mesh: DeviceMesh) -> None:
 def main(args: argparse.Namespace) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     if DIM // HEAD % size or args.tokens % size:
-        heads = f"the {DIM // HEAD} heads and the {args.tokens} tokens must be multiples of that"
-        raise SystemExit(f"{size} ranks: {heads}; start fewer, as with launch.sh --nproc 2")
+        why = f"the {DIM // HEAD} heads and the {args.tokens} tokens must be multiples of that"
+        raise SystemExit(f"{size} ranks: {why}; start fewer, as with launch.sh --nproc 2")
     if args.steps < 1:
         raise SystemExit(f"--steps {args.steps}: after no step there is nothing to compare; take one at least")
     kind = "cuda" if torch.cuda.is_available() else "cpu"

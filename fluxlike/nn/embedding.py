@@ -1,5 +1,6 @@
 """An embedding with sparse gradients, whose ids go to the other ranks in the forward pass."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -59,11 +60,10 @@ class Embedding(nn.Embedding):
 
     @torch.compiler.disable  # else dynamo goes into the launches, and compiles anew for each number of calls
     def _start(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        if not hasattr(self.weight, CONTEXT):  # another tensor was put in its place, as by load_state_dict(assign=True)
-            setattr(self.weight, CONTEXT, self.context)
-        context = getattr(self.weight, CONTEXT)
+        context = getattr(self.weight, CONTEXT, self.context)
         if context.closed or context.dtype != self.weight.dtype:
             return
+        setattr(self.weight, CONTEXT, context)  # another tensor may have been put in its place, as by load_state_dict(assign=True)
         context.cancel_indices()
         first = context.ahead.forward(rows, context.stats["calls"])
         grad = self.weight.grad  # what comes is added to it, and reduced again with it, as by DDP without no_sync
@@ -106,19 +106,20 @@ class _Ahead:
     """
 
     def __init__(self) -> None:
-        #: Forward passes that have not been differentiated: of each, how many reductions there had been.
-        self._open: list[list[int]] = []
+        #: How many forward passes have not been differentiated, by how many reductions there had been at each.
+        self._open: Counter[int] = Counter()
         self._reduced = -1  # at the last forward pass
 
     def forward(self, rows: torch.Tensor, reduced: int) -> bool:
         """A forward pass gives ``rows``, after so many reductions; whether it is the first since the last, and no other is open."""
-        self._open = [other for other in self._open if reduced - other[0] < FORGOTTEN]
+        self._open = Counter({since: count for since, count in self._open.items() if count and reduced - since < FORGOTTEN})
         first, self._reduced = self._reduced != reduced and not self._open, reduced
-        this = [reduced]
-        self._open.append(this)
+        self._open[reduced] += 1
+        open_since = [reduced]
 
         def differentiated(_: torch.Tensor) -> None:
-            self._open = [other for other in self._open if other is not this]
+            if open_since:  # with retain_graph it may be once more
+                self._open[open_since.pop()] -= 1
 
         rows.register_hook(differentiated)
         return first

@@ -143,7 +143,7 @@ def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
     for x, y in pairs:
         for start in range(0, x.numel(), elements := most // x.element_size()):
             piece = x[start : start + elements], y[start : start + elements]
-            nbytes = padded([piece[0].numel()], x.dtype, exchange.BULK)
+            nbytes = blocks_of([piece[0].numel()], "bulk", x.dtype, 1) * exchange.BULK
             if nbytes > room:
                 launches.append([])
                 room = most
@@ -165,18 +165,14 @@ def _launch(control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: in
     if len(sizes) > 1:
         said |= dict(tensors=len(sizes), sizes=exchange.listed(sizes))
     if algo == "auto":
-        algo = choose(padded(sizes, dtype, 4 * exchange.WORDS) if len(sizes) > 1 else sum(sizes) * dtype.itemsize, control.size)
+        whole = 4 * exchange.WORDS * blocks_of(sizes, "one_shot", dtype, 1)  # what a list sends by words, in whole blocks
+        algo = choose(whole if len(sizes) > 1 else sum(sizes) * dtype.itemsize, control.size)
     row = blocks_of(sizes, algo, dtype, control.size)
     ctx = trees.context(control, row, said) if algo == "trees" else exchange.context(KIND, control, algo, row, said)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
     ctx.begin(algo, **said)
     with ctx.begun():
         queue(ctx, pairs, algo, op, row, several)
-
-
-def padded(sizes: Sequence[int], dtype: torch.dtype, block: int) -> int:
-    """Bytes of tensors of so many elements in whole blocks of so many bytes."""
-    return sum(cdiv(size * dtype.itemsize, block) * block for size in sizes)
 
 
 def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -> int:
@@ -240,9 +236,9 @@ def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
 
 def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:
     """Blocks in a row, of words and of bulk, for any call of up to ``elements``."""
-    rows = dict.fromkeys(ALGORITHMS, 1)
     if ranks == 1:  # nothing is exchanged
         return 1, 1
+    rows = dict.fromkeys(ALGORITHMS, 1)
     most = min(elements, exchange.PIECE // dtype.itemsize)
     for name in ALGORITHMS if algo == "auto" else (algo,):
         # the algorithms follow each other as sizes grow, so each needs most where the next one begins

@@ -243,7 +243,6 @@ class _Builder(stock.InterpreterBuilder):
         if inside is not None:
             inside[...] = value.data.reshape(desc.block_shape)[where]
 
-
     def create_inline_asm(self, *args: Any) -> Any:
         raise _NotInterpreted(_ONLY_COMPILED.format("inline_asm_elementwise"))
 

@@ -193,13 +193,15 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             stamp = data["environment"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
-            if nodes_of(stamp) > 1 or sharing_of(stamp) > 1:
-                raise ValueError("its ranks were on several nodes or shared GPUs, and tables are for one node of whole GPUs")
+            elsewhere = nodes_of(stamp) > 1 or sharing_of(stamp) > 1
             machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
             machines.add(machine)
             sources.append(path.name)
             measured.append({"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]})
             made = {_problem(data, shape, machine): _recorded(data, shape, machine) for shape in data["shapes"]}
+        if elsewhere:
+            where = "on several nodes or shared GPUs"
+            raise ValueError(f"the ranks of {path} were {where}; give records of one node with a GPU for each")
         for problem, entry in made.items():
             if problem in found:
                 shape = f"{problem.m}x{problem.n}x{problem.k}"

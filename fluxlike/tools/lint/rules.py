@@ -496,7 +496,7 @@ SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120:
 
 
 def shared_of(capability: int) -> int:
-    """That of a capability; LookupError where it is not known."""
+    """`SHARED` of a capability, or of the first of its generation; LookupError where it is not known."""
     return SHARED[capability] if capability in SHARED else SHARED[capability // 10 * 10]
 
 
