@@ -192,7 +192,7 @@ def say_tiles(
     out, tile, rank, unit_tiles_m, tiles_n, R: tl.constexpr, S: tl.constexpr, GROUP_M: tl.constexpr, MERGED: tl.constexpr
 ):  # fmt: skip
     owner, row, column, unit = tiles.remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, MERGED)
-    own_row, own_column, sub = tiles.own_tile(tile % (unit_tiles_m * tiles_n * S), unit_tiles_m, tiles_n, GROUP_M)
+    own_row, own_column, sub = tiles.own_tile(tile % (unit_tiles_m * tiles_n * S), unit_tiles_m, tiles_n, S, GROUP_M)
     g_row, g_column = tiles.grouped(tile % (unit_tiles_m * tiles_n), unit_tiles_m, tiles_n, GROUP_M)
     tl.store(out + 0, owner)
     tl.store(out + 1, row)

@@ -97,22 +97,23 @@ def push_shard(
 
 @triton.jit
 def end_call(
-    full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows,
+    full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, seen,
     R: tl.constexpr, S: tl.constexpr, COPY_ENGINE: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """The last program takes back the copy engines' flags of this call and gives the credits.
 
-    It waits for every flag first: a rank without columns has no tile that waits, and a flag that arrived after its reset
-    would be taken for one of a later call.
+    ``seen``: the programs have waited for every flag. A rank without columns has no tile that waits, and a flag that arrived after
+    its reset would be taken for one of a later call.
     """
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
-            for step in range(1, R):
-                source = (rank + step) % R
-                for unit in range(S):
-                    flag = full_flag(full, slot, source, unit, R)
-                    valid = M - source * chunk_rows - unit * unit_rows
-                    wait(flag, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
+            if not seen:
+                for step in range(1, R):
+                    source = (rank + step) % R
+                    for unit in range(S):
+                        flag = full_flag(full, slot, source, unit, R)
+                        valid = M - source * chunk_rows - unit * unit_rows
+                        wait(flag, tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
             reset(full, slot, R)
         finish(ctl, slot, rank, epoch, R)  # (D)
 
@@ -131,7 +132,7 @@ def wait_rows(
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "has_bias", "first_launch", "last_launch", "pushers", "pieces", "head_start"]
+_NUMBERS += ["chunk_rows", "rows", "first_launch", "last_launch", "pushers", "pieces", "head_start"]
 _NUMBERS += ["rank", "slot"]
 
 
@@ -139,11 +140,11 @@ _NUMBERS += ["rank", "slot"]
 def ag_gemm_kernel(
     x, x_ptr, gathered, gathered_ptr, w, bias, out, go, pushed, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, has_bias, first_launch, last_launch, pushers, pieces, head_start, rank, slot,
+    chunk_rows, rows, first_launch, last_launch, pushers, pieces, head_start, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    TRACE: tl.constexpr,
+    BIAS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
@@ -186,7 +187,7 @@ def ag_gemm_kernel(
     done = turns_before(0, program, programs, pushers, head_start) - 1
     for turn in tl.range(done + 1, own_end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start)
-        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record_begin(ctl, tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
@@ -195,9 +196,9 @@ def ag_gemm_kernel(
             acc = multiply_add(a, b, acc)
         done += 1
         tile = dealt(done, program, programs, pushers, head_start)
-        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record(ctl, tile, COMPUTED, R, TRACE)
-        acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
+        acc = add_bias(acc, bias, tile_n * BN, N, BN, BIAS)
         if TMA_OUT:
             out.store([rank * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
@@ -233,7 +234,7 @@ def ag_gemm_kernel(
         tile = dealt(done, program, programs, pushers, head_start) - own_tiles
         source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
         record(ctl, own_tiles + tile, COMPUTED, R, TRACE)
-        acc = add_bias(acc, bias, has_bias, tile_n * BN, N, BN)
+        acc = add_bias(acc, bias, tile_n * BN, N, BN, BIAS)
         if TMA_OUT:
             out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
         else:
@@ -244,7 +245,7 @@ def ag_gemm_kernel(
 
     record(ctl, me, ENDING, R, TRACE)
     if last_launch != 0:
-        end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, R, S, COPY_ENGINE, TMA)
+        end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, N > 0, R, S, COPY_ENGINE, TMA)
     record(ctl, me, END, R, TRACE)
 
 
@@ -288,4 +289,4 @@ def ag_collect_kernel(
                 inside = (r[:, None] < rows) & (ks[None, :] < K)
                 block = tl.load(there + r[:, None].to(tl.int64) * pitch + ks[None, :], mask=inside)
                 tl.store(here + r[:, None].to(tl.int64) * K + ks[None, :], block, mask=inside)
-    end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_tiles_m * BM, R, S, COPY_ENGINE, False)
+    end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_tiles_m * BM, True, R, S, COPY_ENGINE, False)

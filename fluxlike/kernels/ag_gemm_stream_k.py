@@ -60,11 +60,11 @@ def wait_tile(flags, ctl, M, epoch, rank, tile_m, chunk_rows, max_flags, R: tl.c
 
 @triton.jit
 def _store_piece(
-    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N, has_bias,
-    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr,
+    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     value = add_parts(value, work, first_part, last_part, column, BM, BN, TILE)
-    value = add_bias(value, bias, has_bias, tile_column + column, N, BN).to(bias.dtype.element_ty)
+    value = add_bias(value, bias, tile_column + column, N, BN, BIAS).to(bias.dtype.element_ty)
     if TMA_OUT:
         out.store([row, tile_column + column], value)
     else:
@@ -75,32 +75,32 @@ def _store_piece(
 
 @triton.jit
 def store_tile(
-    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N, has_bias,
-    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr,
+    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Columns ``column`` … of a tile at (row, tile_column), with its parts and the bias added, to out [M, N]."""
     if BN > PIECE:
         left, right = halves(value, BM, BN)
         _store_piece(
-            left, work, first_part, last_part, bias, out, row, tile_column, column, M, N, has_bias, BM, BN // 2, TILE, TMA_OUT
+            left, work, first_part, last_part, bias, out, row, tile_column, column, M, N, BM, BN // 2, TILE, TMA_OUT, BIAS
         )  # fmt: skip
         _store_piece(
-            right, work, first_part, last_part, bias, out, row, tile_column, column + BN // 2, M, N, has_bias,
-            BM, BN // 2, TILE, TMA_OUT,
+            right, work, first_part, last_part, bias, out, row, tile_column, column + BN // 2, M, N,
+            BM, BN // 2, TILE, TMA_OUT, BIAS,
         )  # fmt: skip
     else:
         _store_piece(
-            value, work, first_part, last_part, bias, out, row, tile_column, column, M, N, has_bias, BM, BN, TILE, TMA_OUT
+            value, work, first_part, last_part, bias, out, row, tile_column, column, M, N, BM, BN, TILE, TMA_OUT, BIAS
         )  # fmt: skip
 
 
 @triton.jit
 def shares(
     x, gathered, gathered_ptr, w, bias, out, work, parts, flags, ctl,
-    M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, has_bias, rank, slot, epoch, stamp,
+    M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
     first, height, late, lag,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, OWN: tl.constexpr,
-    TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr,
+    TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the ``height`` rows of tiles from ``first`` on. OWN: they are of this shard only, and read from x."""
     HALF: tl.constexpr = BN // 2
@@ -145,22 +145,22 @@ def shares(
             wait_parts(parts, part + 1, last, stamp, ctl, rank, R)  # (B)
             row = tile_m * BM
             column = tile_n * BN
-            store_tile(left, work, part + 1, last, bias, out, row, column, 0, M, N, has_bias, BM, HALF, BN, TMA_OUT)
-            store_tile(right, work, part + 1, last, bias, out, row, column, HALF, M, N, has_bias, BM, HALF, BN, TMA_OUT)
+            store_tile(left, work, part + 1, last, bias, out, row, column, 0, M, N, BM, HALF, BN, TMA_OUT, BIAS)
+            store_tile(right, work, part + 1, last, bias, out, row, column, HALF, M, N, BM, HALF, BN, TMA_OUT, BIAS)
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "has_bias", "launch", "last_launch", "pushers", "pieces", "lag", "rank"]
+_NUMBERS += ["chunk_rows", "rows", "launch", "last_launch", "pushers", "pieces", "lag", "rank"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_stream_k_kernel(
     x, x_ptr, gathered, gathered_ptr, w, bias, out, pushed, work, parts, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, has_bias, launch, last_launch, pushers, pieces, lag, rank,
+    chunk_rows, rows, launch, last_launch, pushers, pieces, lag, rank,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
-    TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
@@ -188,15 +188,15 @@ def ag_gemm_stream_k_kernel(
     own_height = tl.where(rows > 0, tl.maximum(own_end - own_first, 0), 0)
     shares(
         x, gathered, gathered_ptr, w, bias, out, work, parts, flags, ctl,
-        M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, has_bias, rank, slot, epoch, stamp,
+        M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
         own_first, own_height, pushers, lag,
-        R, BM, BN, BK, GROUP_M, True, TMA, TMA_OUT, W_IS_KN,
+        R, BM, BN, BK, GROUP_M, True, TMA, TMA_OUT, W_IS_KN, BIAS,
     )  # fmt: skip
     shares(
         x, gathered, gathered_ptr, w, bias, out, work, parts, flags, ctl,
-        M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, has_bias, rank, slot, epoch, stamp,
+        M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
         own_first + own_height, tiles_m - own_height, 0, 0,
-        R, BM, BN, BK, GROUP_M, False, TMA, TMA_OUT, W_IS_KN,
+        R, BM, BN, BK, GROUP_M, False, TMA, TMA_OUT, W_IS_KN, BIAS,
     )  # fmt: skip
     if last_launch != 0:
         if is_last_program(ctl, TMA):

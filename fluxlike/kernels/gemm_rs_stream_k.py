@@ -108,8 +108,8 @@ def _load_rows(at, row, column, rows, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def add_own(
-    own, stage_ptr, bias, out, flags, ctl, N, epoch, slot, rank, rows, chunk_rows, pitch, ld, set_elements, max_flags, has_bias,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUM_ROWS: tl.constexpr,
+    own, stage_ptr, bias, out, flags, ctl, N, epoch, slot, rank, rows, chunk_rows, pitch, ld, set_elements, max_flags,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SUM_ROWS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of this rank's rows, in blocks of SUM_ROWS × BN, column after column as they were computed.
 
@@ -129,7 +129,7 @@ def add_own(
             wait(flags + source * max_flags + number, epoch, ctl, rank, WAIT_PARTIAL, source, R)
         row -= start
         column = tile_n * BN
-        acc = add_bias(_load_rows(own, row, column, rows, ld, SUM_ROWS, BN), bias, has_bias, column, N, BN)
+        acc = add_bias(_load_rows(own, row, column, rows, ld, SUM_ROWS, BN), bias, column, N, BN, BIAS)
         for step in tl.static_range(1, R):
             slot_of = stage + ((rank + step) % R).to(tl.int64) * pitch * ld
             acc += _load_rows(slot_of, row, column, rows, ld, SUM_ROWS, BN)
@@ -140,16 +140,16 @@ def add_own(
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "pitch", "has_bias", "rank"]
+_NUMBERS += ["chunk_rows", "rows", "pitch", "rank"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_stream_k_kernel(
     x, w, bias, out, own, work, parts, stage_ptr, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, pitch, has_bias, rank,
+    chunk_rows, rows, pitch, rank,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, SUM_ROWS: tl.constexpr,
-    TMA: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
+    TMA: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """One call. With TMA, x and w are descriptors, else pointers; sizes in elements.
 
@@ -211,8 +211,8 @@ def gemm_rs_stream_k_kernel(
                     publish_set(peer_address(flags, ctl, rank, owner) + rank * max_flags + number, epoch, False)  # (B)
 
     add_own(
-        own, stage_ptr, bias, out, flags, ctl, N, epoch, slot, rank, rows, chunk_rows, pitch, ld, set_elements, max_flags, has_bias,
-        R, BM, BN, SUM_ROWS,
+        own, stage_ptr, bias, out, flags, ctl, N, epoch, slot, rank, rows, chunk_rows, pitch, ld, set_elements, max_flags,
+        R, BM, BN, SUM_ROWS, BIAS,
     )  # fmt: skip
     if is_last_program(ctl, False):
         finish(ctl, slot, rank, epoch, R)  # (D)

@@ -31,7 +31,7 @@ Memory order, each edge once:
 import triton
 import triton.language as tl
 
-from .lang import any_thread, awaits, cta_barrier, drain_stores, globaltimer, is_interp, spin
+from .lang import any_thread, awaits, drain_stores, globaltimer, is_interp, spin
 
 EPOCH = tl.constexpr(0)
 LAST_USE = tl.constexpr(1)
@@ -221,7 +221,5 @@ def finish(ctl, slot, rank, epoch, R: tl.constexpr):
     tl.store(ctl + ARRIVED, 0)
     tl.store(ctl + LAST_USE + slot, epoch)
     tl.store(ctl + EPOCH, epoch)
-    cta_barrier()
-    for step in tl.static_range(1, R):
-        peer = (rank + step) % R
-        tl.atomic_xchg(head_of(ctl, peer) + CONSUMED + rank, epoch, sem="release", scope="sys")
+    if R > 1:  # all by one release: nothing hides the trips of several at the end of a call
+        publish_set_to_all(head_of(ctl, rank) + CONSUMED + rank, epoch, ctl, rank, R, triton.next_power_of_2(R))

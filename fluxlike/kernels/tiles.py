@@ -24,9 +24,12 @@ import triton.language as tl
 def grouped(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """(row, column) of tile number ``tile`` among ``tiles_m × tiles_n``, in groups of GROUP_M rows."""
     per_group = GROUP_M * tiles_n
-    first = (tile // per_group) * GROUP_M
+    group = tile // per_group
+    first = group * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
-    return first + (tile % per_group) % height, (tile % per_group) // height
+    inside = tile - group * per_group
+    column = inside // height
+    return first + inside - column * height, column
 
 
 @triton.jit
@@ -37,24 +40,30 @@ def remote_tile(
 
     ``unit`` numbers the (owner, sub-chunk) pairs from 0 to (R - 1)·S - 1. They are computed one after the other; MERGED, groups
     reach over their bounds: where a chunk is lower than a group, W would else be read from memory once for each chunk.
+
+    As few divisions as can be: a program does them twice a tile, while its tensor cores have little to do.
     """
     if MERGED:
-        height = unit_tiles_m * S * max(R - 1, 1)
+        row, column = grouped(tile, unit_tiles_m * S * max(R - 1, 1), tiles_n, GROUP_M)
+        unit = row // unit_tiles_m
+        row -= unit * unit_tiles_m
     else:
-        height = unit_tiles_m
-    row, column = grouped(tile % (height * tiles_n), height, tiles_n, GROUP_M)
-    row += tile // (height * tiles_n) * height
-    chunk = unit_tiles_m * S
-    return (rank + 1 + row // chunk) % R, row % chunk, column, row // unit_tiles_m
+        unit = tile // (unit_tiles_m * tiles_n)
+        row, column = grouped(tile - unit * unit_tiles_m * tiles_n, unit_tiles_m, tiles_n, GROUP_M)
+    return (rank + 1 + unit // S) % R, unit % S * unit_tiles_m + row, column, unit
 
 
 @triton.jit
-def own_tile(tile, unit_tiles_m, tiles_n, GROUP_M: tl.constexpr):
+def own_tile(tile, unit_tiles_m, tiles_n, S: tl.constexpr, GROUP_M: tl.constexpr):
     """Tile number ``tile`` of the own chunk: (row of tiles, column of tiles, sub-chunk)."""
-    per_unit = unit_tiles_m * tiles_n
-    unit = tile // per_unit
-    row, column = grouped(tile % per_unit, unit_tiles_m, tiles_n, GROUP_M)
-    return unit * unit_tiles_m + row, column, unit
+    if S == 1:
+        row, column = grouped(tile, unit_tiles_m, tiles_n, GROUP_M)
+        return row, column, tile * 0
+    else:
+        per_unit = unit_tiles_m * tiles_n
+        unit = tile // per_unit
+        row, column = grouped(tile - unit * per_unit, unit_tiles_m, tiles_n, GROUP_M)
+        return unit * unit_tiles_m + row, column, unit
 
 
 @triton.jit

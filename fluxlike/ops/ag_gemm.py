@@ -366,13 +366,14 @@ def _gemms(
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, int(bias is not None), int(first and ranks > 1), int(last), pushers, pieces, head_start,
+        full, rows, int(first and ranks > 1), int(last), pushers, pieces, head_start,
         ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, TRACE=ctx.trace is not None,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
+        BIAS=bias is not None, TRACE=ctx.trace is not None,
     )  # fmt: skip
     return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
 
@@ -399,11 +400,11 @@ def _stream_k(
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, min(tile.bn // 2, 64)]) if tma_out else z,
         ctx.pushed, ctx.work, ctx.parts, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, int(bias is not None), number, int(last), pushers, pieces, lag, ctx.rank,
+        full, rows, number, int(last), pushers, pieces, lag, ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS,
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, BIAS=bias is not None,
         maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
     return ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))

@@ -213,10 +213,10 @@ def scatter(
     local = ctx.local[: ranks * full * ld].view(ranks, full, ld)
     args = (
         local[rank], ctx.data, y if bias is None else bias, y, ctx.full, ctx.ctl,
-        n, ld, ctx.set_elements, full, rows, int(bias is not None), rank,
+        n, ld, ctx.set_elements, full, rows, rank,
     )  # fmt: skip
     columns = 32 if ctx.world.executor.capability == tiling.CPU else _SUM.bn  # small ones there have several programs, too
-    constants = dict(R=ranks, BM=_SUM.bm, BN=columns, VEC=n % 16 == 0)
+    constants = dict(R=ranks, BM=_SUM.bm, BN=columns, VEC=n % 16 == 0, BIAS=bias is not None)
     blocks = cdiv(rows, _SUM.bm) * cdiv(n, columns)
     plan = Scatter([], [], [], [])
     for slot in (0, 1):

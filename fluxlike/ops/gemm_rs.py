@@ -229,11 +229,9 @@ def _plan(
     half = [tile.bm, tile.bn // 2]
     operands: list[Any] = [x, weight]
     local: Any = ctx.local
-    stage: Any = ctx.data
     result: Any = y
     if tile.tma:
         operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
-        stage = TensorDescriptor(ctx.data, [2, ranks * pitch, ld], [ctx.set_elements, ld, 1], [1, *half])
         if transport == "copy_engine":
             local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
     tma_out = tile.tma and tiling.is_tma_aligned(y)
@@ -241,13 +239,14 @@ def _plan(
         result = tiling.descriptor(y, half)
     stored, kn = tiling.stored(weight)
     args = (
-        *operands, y if bias is None else bias, result, local, stage, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        *operands, y if bias is None else bias, result, local, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, pitch, int(bias is not None), rank,
+        full, rows, pitch, rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn, TRACE=ctx.trace is not None,
+        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
+        BIAS=bias is not None, TRACE=ctx.trace is not None,
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)
@@ -274,11 +273,11 @@ def _plan_stream_k(
     args = (
         *operands, y if bias is None else bias, y, ctx.own, ctx.work, ctx.parts, ctx.data, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), tiling.round_up(n, 16), ctx.set_elements, ctx.max_flags,
-        full, y.shape[0], full, int(bias is not None), ctx.rank,
+        full, y.shape[0], full, ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, SUM_ROWS=tiling.SUM_ROWS,
-        TMA=tile.tma, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
+        TMA=tile.tma, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn, BIAS=bias is not None,
         maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
     validate.countable_steps("gemm_rs", m, n, k, tile)

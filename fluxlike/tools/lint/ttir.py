@@ -62,7 +62,7 @@ _PASS = ("extsi", "splat", "broadcast", "expand_dims", "muli", "addi", "subi", "
 def narrow_offsets(ttir: str, pitches: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Where a pitch and an index are multiplied in 32 bits; ``pitches``: arguments that are a distance in elements.
 
-    Not counted: a pitch times a constant (a rounding) or a 0 or 1 (has_bias), a pitch divided (a number of tiles).
+    Not counted: a pitch times a constant (a rounding), a pitch divided (a number of tiles).
     """
     derived = {f"%{name}" for name in pitches}
     constants = dict(re.findall(r"(%\w+) = arith\.constant (\S+)", ttir))
@@ -74,7 +74,7 @@ def narrow_offsets(ttir: str, pitches: tuple[str, ...]) -> list[tuple[str, ...]]
         result, operation, text, kind = parsed.groups()
         used = re.findall(r"%\w+", text)
         mine = [name for name in used if name in derived]
-        others = [name for name in used if name not in mine and name not in constants and name != "%has_bias"]
+        others = [name for name in used if name not in mine and name not in constants]
         derived.discard(result)  # beside each other, regions number their values alike
         if not mine:
             continue

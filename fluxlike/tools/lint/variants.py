@@ -46,7 +46,7 @@ COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Case:
-    """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are."""
+    """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are. ``bias``: of the products."""
 
     op: str
     schedule: str
@@ -54,11 +54,12 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     kn: bool = False
     nodes: int = 1
+    bias: bool = False
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == torch.bfloat16 else f"-{str(self.dtype).removeprefix('torch.')}"
         nodes = f"-{self.nodes}nodes" if self.nodes > 1 else ""
-        return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}{nodes}"
+        return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}{'-bias' if self.bias else ''}{nodes}"
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,15 @@ def cases(capability: int) -> list[Case]:
         found.append(Case(op, "decomposed", nodes=2))
         found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
         if capability == 90:
-            found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True)]
+            found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True, bias=True)]
         if capability == 90 and op == "gemm_rs":
-            found += [Case(op, "copy_engine", "parts"), Case(op, "copy_engine", "wide")]
+            found += [Case(op, "copy_engine", "parts"), Case(op, "copy_engine", "wide"), Case(op, "decomposed", bias=True)]
+            found.append(Case(op, "copy_engine", "wide", bias=True))
         if capability == 90:
-            found.append(Case(op, "in_kernel", "wide"))
+            found += [Case(op, "in_kernel", "wide"), Case(op, "in_kernel", "wide", bias=True)]
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
-            found.append(Case(op, "copy_engine", kn=True))
+            found.append(Case(op, "copy_engine", kn=True, bias=True))
             found.append(Case(op, "in_kernel", "small", torch.float16))
     return found
 
@@ -127,10 +129,11 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return dry.tensor(shape, case.dtype)
 
     weight = operand(k, n).T if case.kn else operand(n, k)
+    bias = operand(n) if case.bias else None
     with _topology(f"nvswitch-{RANKS}"), dry.recording((capability // 10, capability % 10), RANKS, nodes=case.nodes) as records:
         if case.op == "gemm_rs":
             with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
-                gemm_rs_op.gemm_rs(operand(m, k), weight, rs)
+                gemm_rs_op.gemm_rs(operand(m, k), weight, rs, bias=bias)
         elif case.op == "all_reduce":
             all_reduce([operand(m, k)] * 2 if case.shape == "list" else operand(m, k), algo=case.schedule)
         elif case.op == "sparse_all_reduce":  # m entries of k elements; fp32 on the wire has no owners
@@ -143,7 +146,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
         else:
             collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
             with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
-                ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, return_gathered=collect)
+                ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, bias=bias, return_gathered=collect)
         return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
 
@@ -170,32 +173,32 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     owned = int(given.get("OWNED", False))
     readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
-        # credits and partials; the two publications, in the loop and behind it, and the credits
-        "gemm_rs_kernel": (2 * peers, 2 + peers, 1, 2),
+        # credits and partials; the two publications, in the loop and behind it, and the credits, which are one release
+        "gemm_rs_kernel": (2 * peers, 3, 1, 2),
         # credits, parts, and partials with the own one; a part, a tile, and the credits
-        "gemm_rs_stream_k_kernel": (2 * peers + 2, 2 + peers, 1, 1),
+        "gemm_rs_stream_k_kernel": (2 * peers + 2, 3, 1, 1),
         # credits, shards (the first, and more) and parts of other shards' tiles, parts of own ones; flags, parts, and the credits
-        "ag_gemm_stream_k_kernel": (peers + 4, 2 * peers + 3, 2, 2),
+        "ag_gemm_stream_k_kernel": (peers + 4, peers + 4, 2, 2),
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
-        "ag_gemm_kernel": (peers + 2, 1 + peers, 1, 2) if copies else (peers + 1, 2 * peers, 2, 2),
-        "ag_collect_kernel": (2 if copies else 1, peers, 1, 0),
+        "ag_gemm_kernel": (peers + 2, 2, 1, 2) if copies else (peers + 1, peers + 1, 2, 2),
+        "ag_collect_kernel": (1, 1, 1, 0),
         # credits
         "decomposed_credits_kernel": (peers, 0, 0, 0),
         # a shard
         "ag_gemm_decomposed_arrived_kernel": (1, 0, 0, 0),
         # all shards; the credits
-        "ag_gemm_decomposed_end_kernel": (1, peers, 1, 0),
+        "ag_gemm_decomposed_end_kernel": (1, 1, 1, 0),
         # partials; the credits
-        "gemm_rs_decomposed_sum_kernel": (peers, peers, 1, 0),
+        "gemm_rs_decomposed_sum_kernel": (peers, 1, 1, 0),
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
-        "exchange_words_kernel": (readers, peers * rooted, rooted, 0),
+        "exchange_words_kernel": (readers, rooted, rooted, 0),
         # parts and results of each, and such credits; each block is released once for all
         "exchange_bulk_kernel": (
             peers * scatter + owners * gather + readers,
-            scatter + gather + peers * rooted,
+            scatter + gather + rooted,
             rooted,
             0,
         ),
