@@ -348,8 +348,17 @@ def test_opcheck():
 
 def block(x, up, down, group, m):
     h = fluxlike.ag_gemm(x, up, group=group)
-    fluxlike.gemm_rs(h, down, group=group)  # nobody uses it, and every rank takes part in it
+    fluxlike.gemm_rs(h, down, group=group)  # nobody uses these, and every rank takes part in them
+    fluxlike.gemm_ar(h, down, group=group)
     return fluxlike.gemm_rs(h, down, group=group) + fluxlike.gemm_rs(h, down, group=group)
+
+
+def turned(x, up, down, group, m):
+    """Inductor leaves what is made contiguous here as it was computed: in columns."""
+    rows = (x.T.contiguous() * 2).relu().T.contiguous()
+    h = fluxlike.ag_gemm(rows, up, group=group, m=m)
+    y = fluxlike.gemm_rs((up.sin() @ h.T.new_ones(16, h.shape[0])).relu().T.contiguous() + h, down, group=group)
+    return (y.T * 3).relu().T
 
 
 def activated(x, up, down, group, m):
@@ -368,7 +377,7 @@ def compiled(group, backend, function, sizes, dynamic):
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     torch._dynamo.reset()
-    function = {"block": block, "activated": activated}[function]
+    function = {"block": block, "activated": activated, "turned": turned}[function]
     fast = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic)
     up, down = (leaf(torch.randn(24, 16, generator=torch.Generator().manual_seed(rank + i)).to(device())) for i in (0, 50))
     down = leaf(down.detach().T.contiguous())
@@ -400,13 +409,17 @@ def compiled(group, backend, function, sizes, dynamic):
 @pytest.mark.slow
 def test_compiled_makes_every_call():
     calls = run_ranks(compiled, 2, backend="aot_eager", function="block", sizes=[8], dynamic=None)
-    assert calls == [(4, 12)] * 2
+    assert calls == [(5, 14)] * 2
 
 
 def test_compiled_by_inductor_makes_every_call():
     """Also of what nobody uses, and of two that are the same."""
     calls = run_ranks(compiled, 2, backend="inductor", function="block", sizes=[8], dynamic=None)
-    assert calls == [(4, 12)] * 2
+    assert calls == [(5, 14)] * 2
+
+
+def test_rows_that_inductor_lays_out():
+    run_ranks(compiled, 2, backend="inductor", function="turned", sizes=[8], dynamic=None)
 
 
 def test_compiled_for_any_number_of_rows():

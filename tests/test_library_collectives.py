@@ -37,6 +37,9 @@ def test_opcheck():
 def step(x, group, m):
     """Every operation; also of what nobody uses, twice the same, and in place of what a program has and of what it was given."""
     fluxlike.all_reduce(x + 1, group)
+    fluxlike.broadcast(x, 0, group)
+    fluxlike.reduce_scatter(x, group)
+    fluxlike.all_gather(x, group)
     y = fluxlike.all_reduce(x, group) + fluxlike.all_reduce(x, group, op="avg")
     fluxlike.all_reduce_(y, group)
     a, (b, c) = y * 2, fluxlike.all_reduce([y, y[0]], group, algo="bulk")

@@ -109,12 +109,20 @@ def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
     return once
 
 
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x, its rows as kernels read them: inductor lays out what it computes as it likes, also what the graph makes contiguous.
+
+    Calls that are not compiled are refused such an x before they come here.
+    """
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("fluxlike::gemm_rs", mutates_args=())
 def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    return rs.call(x, weight, bias=bias, group=group_of(group_name))
+    return rs.call(_rows(x), weight, bias=bias, group=group_of(group_name))
 
 
 @gemm_rs_op.register_fake
@@ -160,7 +168,7 @@ def ag_gemm_op(
     The gathered input comes last; without weights it is all there is.
     """
     group = group_of(group_name)
-    m = whole(x_shard, m, group_name)
+    m, x_shard = whole(x_shard, m, group_name), _rows(x_shard)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
     results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m)
@@ -231,7 +239,7 @@ def gemm_rs_gather_op(
     """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
     group = group_of(group_name)
     control = resolve(group)
-    y = []
+    x, shard, y = _rows(x), _rows(shard), []
     with control.lock:
         # made now: the peers, too, must be free to meet when a context is made
         ctx = None
@@ -254,7 +262,7 @@ def _(
 
 @torch.library.custom_op("fluxlike::gemm_ar", mutates_args=())
 def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    return ar.call(x, weight, bias=bias, group=group_of(group_name))
+    return ar.call(_rows(x), weight, bias=bias, group=group_of(group_name))
 
 
 @gemm_ar_op.register_fake
@@ -318,8 +326,11 @@ def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
             validate.readable(op, name, t, dims, world.current().device)
         if isinstance(t, DTensor):
             raise ValueError(f"{op}: {name} is a DTensor; pass {name}.to_local(); the styles of fluxlike.nn take DTensors")
-    if not torch.compiler.is_compiling():  # the op itself gets its operands without them
-        validate.no_tangents(op, [(name, t) for name, t, _ in operands])
+    if not torch.compiler.is_compiling():
+        validate.no_tangents(op, [(name, t) for name, t, _ in operands])  # the op itself gets its operands without them
+        _, x, dims = operands[0]
+        if dims == 2 and x.dim() == 2:
+            validate.in_rows(op, x)
 
 
 def _no(op: str, **arguments: Any) -> None:

@@ -79,8 +79,7 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         raise ValueError(
             f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}; it must be [{weight.shape[0]}] (N), contiguous"
         )
-    if x.numel() and x.stride(1) != 1 and x.shape[1] > 1:
-        raise ValueError(f"{op}: x has strides {x.stride()}, its rows must be contiguous (stride 1 along K); use x.contiguous()")
+    in_rows(op, x)
     if weight.numel() and not tiling.is_row_major(weight) and weight.stride(0) != 1 and weight.shape[0] > 1:
         raise ValueError(
             f"{op}: weight has strides {weight.stride()}, it must be row-major or the transposed view of a row-major tensor; use "
@@ -88,6 +87,12 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         )
     for name, size in (("M", x.shape[0]), ("N", weight.shape[0]), ("K", x.shape[1])):
         countable(op, name, size)
+
+
+def in_rows(op: str, x: torch.Tensor) -> None:
+    """The rows of x lie as kernels read them."""
+    if x.numel() and x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError(f"{op}: x has strides {x.stride()}, its rows must be contiguous (stride 1 along K); use x.contiguous()")
 
 
 def no_tangents(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
@@ -120,7 +125,7 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
     if address == 0 and t.numel():
         raise ValueError(
             f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
-            f"DTensor {name}.to_local(), and outside of transforms of torch.func, as vmap"
+            f"DTensor {name}.to_local(), of an AsyncCollectiveTensor {name}.wait(), and outside of transforms of torch.func as vmap"
         )
     if t.dtype in DTYPES and address % t.element_size():  # as of a buffer that others have filled
         raise ValueError(
