@@ -233,6 +233,20 @@ def written(x, w, group):
     return [rows @ w.T, y @ t, scattered(z, 0, group)]
 
 
+def written_gathered(x, w, group):
+    """A product of a view of what is gathered, which is written to in between."""
+    y = gathered(x, 0, group)
+    rows = y.view(-1, K)
+    y.mul_(2)
+    return rows @ w.T
+
+
+def cast_and_chunk(x, w, group):
+    """A product of the whole, cast, and a use of the first rank's part as it is."""
+    parts = gathered(x.bfloat16(), 0, group).chunk(group.size())
+    return [F.linear(torch.cat(parts, 1).float(), w), parts[0] + 1]
+
+
 def halves(x, group, *biases):
     """Products of 2049, which float16 does not have: 2050 with a bias of 1, unless they are rounded before it."""
     y = gathered(torch.ones_like(x).half(), 0, group)
@@ -264,6 +278,7 @@ GRAPHS = {
     "batch": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w, b), 1, 1, ""),
     "middle": ((2, 3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 2, g), w), 1, 1, ""),
     "one of a batch": ((1, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w), 1, 1, ""),
+    "first of three": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), w, b).relu(), 1, 1, ""),
     "slices": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(sliced(x, 1, g.size(), g), w), 1, 1, ""),
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
@@ -275,6 +290,12 @@ GRAPHS = {
     "features": ((4, K // 2), lambda x, w, v, u, b, g: gathered(x, 1, g) @ torch.cat([x.T] * g.size()), 1, 0, "features"),
     "a bias is added before the sum is rounded": (
         (4, K), lambda x, w, v, u, b, g: halves(x, g, torch.ones_like(b).half(), None), 1, 1, ""),
+    "a product that is scaled": (
+        (4, K), lambda x, w, v, u, b, g: torch.addmm(b, gathered(x, 0, g), w.T, beta=2, alpha=3), 1, 0, "is scaled"),
+    "one bias for all columns": (
+        (4, K), lambda x, w, v, u, b, g: torch.addmm(b[:1], gathered(x, 0, g), w.T), 1, 0, "is scaled"),
+    "cast, and a chunk elsewhere": ((3, 4, K), lambda x, w, v, u, b, g: cast_and_chunk(x, w, g), 1, 0, "no product takes"),
+    "written to behind a view": ((4, K), lambda x, w, v, u, b, g: written_gathered(x, w, g), 1, 0, "in place"),
     "itself, chunks and the whole": ((3, 4, K), lambda x, w, v, u, b, g: both(x, w, b, g), 1, 1, ""),
     "twice": ((4, K), lambda x, w, v, u, b, g: [gathered(x, 0, g) @ w.T, gathered(x, 0, g) @ v.T], 2, 2, ""),
     "turned": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(turned(x, g), w), 1, 0, "no product takes"),
@@ -293,6 +314,12 @@ GRAPHS = {
     "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),
     "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
     "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
+    "a sum that is scaled": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.add(x @ w, (x + 1) @ w, alpha=2), 0, g), 1, 0, "neither a product"),
+    "a product that is scaled, scattered": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.addmm(b[:K], x, w, alpha=2), 0, g), 1, 0, "is scaled"),
+    "a sum of a product and a row": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x[:1] @ w, 0, g), 1, 0, "neither a product"),
     "a sum in two dtypes": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x.half() @ w.half(), 0, g), 1, 0, "['torch.float16', 'torch.f"),
     "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
@@ -379,7 +406,9 @@ def sized(group, names):
         fast = torch.compile(lambda *t, function=function: function(*t, group), fullgraph=True, backend=plainly(tp))
         for rows in (4, 6, 10):
             x, *rest = operands(name, group, rows)
-            torch._dynamo.mark_dynamic(x, x.dim() - 2)
+            if name == "first of three":
+                x = x.movedim(1, 0).contiguous()
+            torch._dynamo.mark_dynamic(x, 0 if name == "first of three" else x.dim() - 2)
             with torch.no_grad():
                 for actual, wanted in zip(as_list(fast(x, *rest)), as_list(function(x, *rest, group)), strict=True):
                     close(actual, wanted, name)
@@ -401,7 +430,7 @@ GATHERS_ANY_DIMENSION = tuple(map(int, torch.__version__.split(".")[:2])) not in
 
 def test_graphs_of_any_size():
     several = ["several, some with a bias, and the gathered"] if GATHERS_ANY_DIMENSION else []
-    run_ranks(sized, 2, names=[*several, "slices", "its bias"])
+    run_ranks(sized, 2, names=[*several, "slices", "its bias", "first of three"])
 
 
 def undone(group):

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from ranks import device, run_ranks
 from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
@@ -205,3 +206,30 @@ def clipped(group):
 
 def test_gradients_are_clipped():
     run_ranks(clipped, 2)
+
+
+@on_device
+def inputs(group):
+    """What has not arrived yet, is not contiguous, or is of inference mode; and layers that were frozen before they were spread."""
+    models, x, shard = both(group)
+    mesh, rank, size = DeviceMesh.from_group(group, device().type), dist.get_rank(group), dist.get_world_size(group)
+    whole = model()
+    with torch.no_grad():
+        right = whole(x).chunk(size, 1)[rank]
+        for ours in models:
+            late = functional.all_reduce(shard, "sum", group)
+            assert isinstance(late, functional.AsyncCollectiveTensor)
+            gate = ours.gate_up if isinstance(ours, Sharded) else ours.gate
+            close(gate(late)[0], gate(functional.wait_tensor(late).clone())[0], "what has not arrived")
+            turned = shard[:1].transpose(1, 2).contiguous().transpose(1, 2)
+            close(gate(turned)[0], gate(shard[:1])[0], "features that are not contiguous")
+    with torch.inference_mode():
+        for ours in models:
+            close(ours(shard.clone()), right, "inference mode")
+    whole.requires_grad_(False)
+    for ours in (Sharded(whole, group, 1, False), parallel(whole, mesh)):
+        assert not any(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_inputs_of_other_kinds():
+    run_ranks(inputs, 2)

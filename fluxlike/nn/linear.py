@@ -14,12 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..ops.ag_gemm import ag_gemm
 from ..ops.gemm_rs import gemm_rs
 from ..ops.library import group_of
 from ..runtime import world
+
+
+def arrived(x: torch.Tensor) -> torch.Tensor:
+    """x, once a collective of torch's that it comes from has been waited for: without gradients torch leaves that to its user."""
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-any-return]
 
 
 def rows_of_shard(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +112,7 @@ def column_forward(
             f"{layer}: m={m} is for inputs [tokens, features], and this one is {list(x.shape)}; flatten it to tokens, or pad the "
             "sequence so that all ranks have as many"
         )
-    x, *operands = autocast(x, *weights, *biases)
+    x, *operands = autocast(arrived(x), *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     keep = save_gathered and torch.is_grad_enabled()
     results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep)
@@ -119,7 +125,7 @@ def row_forward(
     layer: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup | None, ranks: int, dim: int
 ) -> torch.Tensor:
     check_sequence(layer, x, dim, ranks)
-    x, weight, bias = autocast(x, weight, bias)
+    x, weight, bias = autocast(arrived(x), weight, bias)
     y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group)
     if x.dim() == 2:
         return y
@@ -173,7 +179,7 @@ class ColumnParallelLinear(_Layer):
 
     Parameters: ``weights`` and ``biases``, this rank's rows [out_features / R, in_features] and [out_features / R] for each of
     out_features. They are drawn as nn.Linear draws the whole ones: with one seed on all ranks the layer is that nn.Linear. A
-    state_dict has this rank's part; `from_linear` takes whole layers.
+    state_dict has this rank's part, so a checkpoint needs a file for each rank (docs/model.md); `from_linear` takes whole layers.
     """
 
     def __init__(
@@ -253,7 +259,8 @@ class RowParallelLinear(_Layer):
         group, sequence_dim: as of ColumnParallelLinear.
 
     Parameters: ``weight`` [out_features, in_features / R] and ``bias`` [out_features], the same on all ranks: it is added once, and
-    every rank gets its whole gradient. They are drawn as nn.Linear draws the whole ones. A state_dict has this rank's part.
+    every rank gets its whole gradient. They are drawn as nn.Linear draws the whole ones. A state_dict has this rank's part, so a
+    checkpoint needs a file for each rank (docs/model.md).
     """
 
     def __init__(

@@ -85,6 +85,11 @@ def product_of(node: Any) -> Product | None:
     return Product(node, left, right, bias)
 
 
+def unlike_ours(node: Any) -> bool:
+    """Whether a node is a product that calls do not compute."""
+    return isinstance(node, Node) and node.target in PRODUCTS and product_of(node) is None
+
+
 def keeps_rows(node: Any) -> bool:
     """Whether a node is a reshape whose rows, of the last dimension, are those of its input."""
     if not isinstance(node, Node) or node.target not in RESHAPES:

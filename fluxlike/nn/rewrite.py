@@ -46,9 +46,13 @@ from .patterns import (
     product_of,
     same,
     shape,
+    unlike_ours,
     value,
     with_effects,
 )
+
+#: What a product is that has factors, or another bias.
+OTHERWISE = "is scaled, or has a bias that is not one number for each column"
 
 
 class Rewrite:
@@ -181,6 +185,7 @@ def _check_group(name: str) -> None:
 def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     """ag_gemm for an all_gather and the products of what it gathers; how many products. Raises Left."""
     (shard, ranks), group = in_group(gather)
+    _sizes_of_shard(rewrite, gather, shard, ranks)
     chain, dim = _gathered(gather, ranks)
     wait, whole = chain[1], chain[-1]
     views, products = _products(whole)
@@ -190,7 +195,8 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
         chain.append(whole)
         views, products = _products(whole)
     if not products:
-        raise Left("no product takes what is gathered")
+        other = next((user for node in (whole, *views) for user in node.users if unlike_ours(user)), None)
+        raise Left(f"the product {other} {OTHERWISE}" if other else "no product takes what is gathered")
     if dim == value(whole).dim() - 1:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
@@ -238,6 +244,18 @@ def _put_ag_gemm(
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
         rewrite.graph.erase_node(product.node)
+
+
+def _sizes_of_shard(rewrite: Rewrite, gather: Node, shard: Node, ranks: int) -> None:
+    """Who asks for a dynamic size of what is gathered is told by the shard: the gather has fewer users then, and may go."""
+    for node in (gather, *(user for user in gather.users if user.target is WAIT)):
+        for asked in [user for user in node.users if user.target is aten.sym_size.int]:
+            with rewrite.graph.inserting_before(gather):
+                size = rewrite.add(aten.sym_size.int, shard, asked.args[1])
+                if asked.args[1] == 0:
+                    size = rewrite.add(operator.mul, size, ranks)
+            asked.replace_all_uses_with(size)
+            rewrite.graph.erase_node(asked)
 
 
 def _users(whole: Node) -> list[Node]:
@@ -356,7 +374,8 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
     if product is None and not keeps_rows(node):
         added = node.target is aten.add.Tensor and not node.kwargs and all(isinstance(n, Node) for n in node.args)
         if not added or not all(same(shape(n), shape(node)) for n in node.args):  # type: ignore[arg-type]
-            raise Left(f"what it scatters, {node}, is neither a product nor a sum of products")
+            why = OTHERWISE if unlike_ours(node) else "is neither a product nor a sum of products"
+            raise Left(f"what it scatters, {node}, {why}")
     if not set(node.users) <= users:
         raise Left(f"{node} is not only scattered, but used elsewhere, too")
     if product is not None:

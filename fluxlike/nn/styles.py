@@ -162,6 +162,11 @@ class _Linear(InGroup):
             return None
         if not isinstance(parameter, DTensor) or parameter.placements != (layout,):
             found = parameter.placements if isinstance(parameter, DTensor) else "a plain tensor"
+            if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+                raise ValueError(
+                    f"{self.style}: {name} is still spread as FSDP2 spreads it, {found}; call fully_shard on a module that holds "
+                    "all layers which share a gather, not on one of them, and call the layers through it"
+                )
             raise ValueError(
                 f"{self.style}: {name} is {found}, it must be a DTensor of layout {layout}, as the style has made it; load "
                 "a plain model's state by torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
