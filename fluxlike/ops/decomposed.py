@@ -217,6 +217,7 @@ def scatter(
     )  # fmt: skip
     columns = 32 if ctx.world.executor.capability == tiling.CPU else _SUM.bn  # small ones there have several programs, too
     constants = dict(R=ranks, BM=_SUM.bm, BN=columns, VEC=n % 16 == 0, BIAS=bias is not None)
+    constants["maxnreg"] = tiling.registers(_SUM.warps, _SUMS)
     blocks = cdiv(rows, _SUM.bm) * cdiv(n, columns)
     plan = Scatter([], [], [], [])
     for slot in (0, 1):

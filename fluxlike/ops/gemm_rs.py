@@ -246,7 +246,7 @@ def _plan(
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
-        BIAS=bias is not None, TRACE=ctx.trace is not None,
+        BIAS=bias is not None, TRACE=ctx.trace is not None, maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)
