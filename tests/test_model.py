@@ -208,6 +208,14 @@ def test_a_thousand_gpus():
         assert made.seconds > max(made.gemm, made.network / Cluster.net) and made.efficiency < 1
 
 
+def test_the_speed_ups_beside_the_published_ones():
+    """docs/nodes.md's row is what the command above it gives."""
+    cluster = Cluster(2, 8, nvlink=150e9)
+    made = [events.predict(cluster, call, "hierarchical") for call in model.published("gemm_rs")]
+    row = " | ".join(f"{one.torch / one.seconds:.2f}" for one in made)
+    assert f"| the model of ours | {row} |" in (ROOT / "docs/nodes.md").read_text()
+
+
 # the tool
 
 
