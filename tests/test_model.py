@@ -227,7 +227,8 @@ def test_table_json_and_plot(tmp_path, capsys):
     assert model.main([*asked, *speeds, *files]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "ag_gemm by the model: NVLink 200 GB/s, network 25 GB/s a GPU, 500 TFLOP/s"
-    assert len(printed) == 3 + 6 + 1 and printed[3].startswith("| 4096×4096×4096 | 1 | 2 | one node |")
+    assert printed[-2:] == [f"written: {tmp_path / name}" for name in ("m.json", "m.png")]
+    assert len(printed) == 3 + 6 + 2 and printed[3].startswith("| 4096×4096×4096 | 1 | 2 | one node |")
     data = json.loads((tmp_path / "m.json").read_text())
     cluster = Cluster(1, 2, nvlink=200e9, net=25e9, rate=500e12, message=5e-6)
     wanted = [
@@ -263,14 +264,32 @@ def test_the_lines_of_a_check():
 
 def test_check(capsys):
     assert model.main(["ag_gemm", "--check", *map(str, RECORDS)]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 2 + 14 + 3 and printed[-1].startswith("copy_engine: off by ")
+    said = capsys.readouterr()
+    passed = [f"model: {path} is passed over: it is of gemm_rs, not of ag_gemm" for path in RECORDS[:2]]
+    printed = said.out.splitlines()
+    assert said.err.splitlines() == passed and len(printed) == 2 + 14 + 3 and printed[-1].startswith("copy_engine: off by ")
     assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 1
     assert "no record of gemm_rs with times in" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"dtype": "float16"}, "is of float16, and the model's product of bfloat16; give records of bfloat16"),
+        ({"environment": {"nodes": 2}}, "was measured on 2 nodes, and --check is of calls in one; give records of one node"),
+    ],
+)
+def test_records_of_what_is_not_modelled(facts, said, capsys, tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(json.loads(RECORDS[0].read_text()) | facts))
+    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert capsys.readouterr().err == f"model: {path} {said}\n"
+    split = ROOT / "docs/measured/2026-11-22-gemm_rs-nodes-2x1.json"
+    assert model.main(["gemm_rs", "--check", str(split)]) == 1 and "on 2 nodes" in capsys.readouterr().err
+
+
 BROKEN = [
-    json.dumps({"op": "gemm_rs", "ranks": 4, "shapes": [shape]})
+    json.dumps({"op": "gemm_rs", "dtype": "bfloat16", "environment": {}, "ranks": 4, "shapes": [shape]})
     for shape in ({}, {"m": 8, "n": 8, "k": 8, "methods": []}, {"m": 8, "n": 8, "k": 8, "methods": {"gemm": {"status": "ok"}}})
 ]
 
@@ -301,6 +320,26 @@ def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("model: Format 'what' is not supported")
 
 
+def test_no_picture_without_an_exchange(capsys, tmp_path):
+    """Of one GPU there is no E; where only one node is without, the others are drawn."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "one.png"
+    asked = ["gemm_rs", "--gpus-per-node", "1", "--shapes", "512x512x512", "--plot", str(path)]
+    assert model.main([*asked, "--nodes", "1"]) == 1
+    assert capsys.readouterr().err.startswith("model: no plot: there is no E") and not path.exists()
+    assert model.main([*asked, "--nodes", "1,2"]) == 0 and path.exists()
+
+
+def test_series_without_points_are_left_out(monkeypatch, tmp_path):
+    """matplotlib would take the style for the data, and its letters for a scale."""
+    axes_module = pytest.importorskip("matplotlib.axes")
+    drawn, plot = [], axes_module.Axes.plot
+    monkeypatch.setattr(axes_module.Axes, "plot", lambda self, *points, **how: drawn.append(points) or plot(self, *points, **how))
+    rows = list(model.predicted(Cluster(1, 1), [1, 2], [RS]))
+    assert model.draw([rows[0], rows[2]], tmp_path / "m.png") is None
+    assert drawn == [((2,), (rows[2].made.efficiency,), "-")]
+
+
 @pytest.mark.parametrize("option", ("--json", "--plot"))
 def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
     path = tmp_path / "nowhere" / "file.png"
@@ -321,6 +360,12 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
         (["--net-us", "nan"], "--net-us nan must not be below 0"),
         (["--tflops", "inf"], "--tflops inf must be above 0 and finite"),
         (["--shapes", "1x2"], "--shapes: '1x2' is not a shape"),
+        (["--plot", "noext"], "argument --plot: 'noext' is without a format; name a file, such as noext.png"),
+        (["--check", "r.json", "--nodes", "1"], "--check prints how records of one node compare; leave out --nodes"),
+        (["--check", "r.json", "--gpus-per-node", "4"], "leave out --gpus-per-node"),
+        (["--check", "r.json", "--json", "x.json"], "leave out --json"),
+        (["--check", "r.json", "--plot", "x.png"], "leave out --plot"),
+        (["--check", "r.json", "--shapes", "8x8x8"], "leave out --shapes"),
     ],
 )
 def test_wrong_arguments(arguments, said, capsys):

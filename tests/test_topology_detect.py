@@ -323,6 +323,17 @@ def test_arguments_that_make_no_sense(arguments, capsys):
     assert end.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+def test_pictures_are_files_with_a_format(capsys, tmp_path):
+    """Said before anything is planned, and not the name of a file that would be another."""
+    for name, why in (("", "is a folder"), ("/new/", "is a folder"), ("/x", "is without a format"), ("/x.", "is without a format")):
+        path = f"{tmp_path}{name}"
+        with pytest.raises(SystemExit):
+            topo.main(["p3.8xlarge", "--png", path])
+        said = capsys.readouterr()
+        assert f"argument --png: {path!r} {why}; name a file, such as {tmp_path}" in said.err and not said.out
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_are_lines(capsys, tmp_path):
     assert topo.main(["p4d"]) == 1 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
     said = capsys.readouterr().err.splitlines()

@@ -1,11 +1,11 @@
 """`python -m fluxlike model OP`: what gemm_rs or ag_gemm is expected to take on more GPUs and nodes than there are here.
 
     python -m fluxlike model gemm_rs --nodes 1,2,4,8,16,32,64,128 --plot nodes.png
-    python -m fluxlike model ag_gemm --gpus-per-node 4 --nodes 1 --check docs/measured/2026-11-21-ag_gemm-headline-R4.json
+    python -m fluxlike model ag_gemm --check docs/measured/2026-11-21-ag_gemm-headline-R4.json
 
 Each shape on each number of nodes, under both schedules; how, and what is left out, is in `model_events`. The constants are those
 of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. ``--check``: instead, copy_engine against records of
-`bench`.
+`bench`, of bfloat16 in one node.
 
 * time, exposed: seconds of the call, and what of them torch's product alone would not take.
 * E: 1 − exposed / (torch − product): 1 is communication fully hidden, 0 is torch with NCCL, below 0 is slower than that.
@@ -24,7 +24,7 @@ from typing import Any
 
 from . import command, topo
 from .bench_records import told
-from .bench_report import cell, efficiency
+from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
@@ -34,6 +34,8 @@ MOST = 1024
 GIGA = 1e9
 #: Where the picture of E ends below.
 LOWEST = -1.0
+#: What a check has no use for: the records say how many GPUs and which shapes, all in one node, and it prints a table only.
+UNCHECKED = ("nodes", "gpus_per_node", "net_gbps", "net_us", "shapes", "json", "plot")
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,30 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
                 yield Compared(record["ranks"], call, name, measured, seconds)
 
 
+def unlike(record: dict[str, Any]) -> str:
+    """Why a record's calls are not those that `compare` models, or nothing."""
+    if record["dtype"] != "bfloat16":
+        return f"is of {record['dtype']}, and the model's product of bfloat16; give records of bfloat16"
+    nodes = nodes_of(record["environment"])
+    return f"was measured on {nodes} nodes, and --check is of calls in one; give records of one node" if nodes > 1 else ""
+
+
 def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]:
-    """`compare` of those records that are of ``op``; ValueError names a file that is no record of bench."""
+    """`compare` of those records that are of ``op``, and a line for each other one.
+
+    ValueError names a file that is no record of bench, or one of calls that the model does not have.
+    """
     found: list[Compared] = []
     for path in paths:
         with told(path):
             record = json.loads(path.read_text(encoding="utf-8"))
-            found += compare(record, cluster) if record["op"] == op else []
+            other = "" if record["op"] == op else str(record["op"])
+            why = "" if other else unlike(record)
+            found += [] if other or why else compare(record, cluster)
+        if why:
+            raise ValueError(f"{path} {why}")
+        if other:
+            print(f"model: {path} is passed over: it is of {other}, not of {op}", file=sys.stderr)
     if not found:
         raise ValueError(f"no record of {op} with times in {', '.join(map(str, paths))}")
     return found
@@ -141,6 +160,8 @@ def draw(rows: Sequence[Row], path: Path) -> str | None:
         colours = importlib.import_module("matplotlib").colormaps["viridis"]
     except ImportError:
         return "no plot: matplotlib is missing; python -m pip install matplotlib"
+    if all(row.made.efficiency is None for row in rows):
+        return "no plot: there is no E where one GPU has nothing to exchange; ask for more --nodes or --gpus-per-node"
     calls = list(dict.fromkeys(row.call for row in rows))
     figure = figure_module.Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
@@ -148,6 +169,8 @@ def draw(rows: Sequence[Row], path: Path) -> str | None:
         for schedule, style in (("hierarchical", "-"), ("flat", "--")):
             mine = [row for row in rows if row.call == call and (row.made.schedule == schedule or row.cluster.nodes == 1)]
             points = [(row.cluster.nodes, row.made.efficiency) for row in mine if row.made.efficiency is not None]
+            if not points:
+                continue
             label = f"M={call.m}" if style == "-" else None
             axes.plot(*zip(*points, strict=True), style, marker="o", ms=3, color=colours(number / max(1, len(calls))), label=label)
     counts = sorted({row.cluster.nodes for row in rows})
@@ -162,6 +185,7 @@ def draw(rows: Sequence[Row], path: Path) -> str | None:
     axes.set_title(f"{what}; solid hierarchical, dashed flat", fontsize=10)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
+    print(f"written: {path}")
     return None
 
 
@@ -187,9 +211,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tflops", type=float, default=Cluster.rate / 1e12, help="of torch's bf16 product (690, of a hot H200)")
     parser.add_argument("--shapes", help="MxNxK,… of the whole problem (the published cases of two nodes)")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", metavar="FILE", help="draw E over nodes; needs matplotlib")
+    parser.add_argument("--plot", metavar="FILE", type=topo.picture, help="draw E over nodes; needs matplotlib")
     parser.add_argument("--check", metavar="RECORD", nargs="+", type=Path, help="instead, copy_engine against records of bench")
     asked = parser.parse_args(argv)
+    beside = [name for name in UNCHECKED if getattr(asked, name) != parser.get_default(name)]
+    if asked.check and beside:
+        parser.error(f"--check prints how records of one node compare; leave out --{beside[0].replace('_', '-')}")
     for name in ("gpus_per_node", "nvlink_gbps", "net_gbps", "tflops"):
         if not 0 < getattr(asked, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0 and finite")

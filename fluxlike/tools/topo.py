@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--probe", action="store_true", help="measure copies between this machine's GPUs")
     parser.add_argument("--save", metavar="FILE", help="write the matrix, for FLUXLIKE_TOPOLOGY")
     parser.add_argument("--json", metavar="FILE", help="write matrix, trees and figures")
-    parser.add_argument("--png", metavar="FILE", help="draw both; needs matplotlib")
+    parser.add_argument("--png", metavar="FILE", type=picture, help="draw both; needs matplotlib")
     asked = parser.parse_args(argv)
     names = ("probe", "save", "png", "k", "roots", "objective", "link_usage_penalty", "backtrack")
     if asked.all and any(getattr(asked, name) != parser.get_default(name) for name in names):
@@ -51,6 +51,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
     return asked
+
+
+def picture(path: str) -> str:
+    """As the type of an argument: not what matplotlib would write under another name, with .png behind it."""
+    folder = path.endswith("/") or Path(path).is_dir()
+    if folder or not Path(path).suffix.strip("."):
+        wanted = Path(path) / "picture.png" if folder else f"{path.rstrip('.')}.png"
+        what = "a folder" if folder else "without a format"
+        raise argparse.ArgumentTypeError(f"{path!r} is {what}; name a file, such as {wanted}")
+    return path
 
 
 def probed() -> LinkMatrix:
