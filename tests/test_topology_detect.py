@@ -334,6 +334,18 @@ def test_pictures_are_files_with_a_format(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_matrix_is_saved_where_it_is_found(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        topo.main(["nvswitch-4", "--save", "mine"])
+    said = capsys.readouterr().err
+    assert "FLUXLIKE_TOPOLOGY would take 'mine' for a preset; name it mine.json, or ./mine" in said
+    for name in ("mine.json", "./mine"):
+        assert topo.main(["nvswitch-4", "--save", name]) == 0
+        monkeypatch.setenv("FLUXLIKE_TOPOLOGY", name)
+        assert topo.main(["--k", "1"]) == 0 and "nvswitch-4: 4 GPUs" in capsys.readouterr().out
+
+
 def test_errors_are_lines(capsys, tmp_path):
     assert topo.main(["p4d"]) == 1 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
     said = capsys.readouterr().err.splitlines()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..topology import Cost, LinkMatrix, Tree, current, load, measure, plan_trees, presets, probe
+from ..topology.matrix import names_file
 from ..topology.plan import OBJECTIVES
 from . import topo_report
 
@@ -22,7 +23,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fluxlike topo",
         description="Prints how GPUs are linked and the trees planned for that.",
-        epilog=f"presets: {', '.join(presets.NAMES)}, nvswitch-N, ring-N. More in docs/topology.md.",
+        epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}. More in docs/topology.md.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
@@ -35,7 +36,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backtrack", action="store_true", help="mxnet: search every tree instead of clustering")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--probe", action="store_true", help="measure copies between this machine's GPUs")
-    parser.add_argument("--save", metavar="FILE", help="write the matrix, for FLUXLIKE_TOPOLOGY")
+    parser.add_argument("--save", metavar="FILE", type=matrix_file, help="write the matrix, for FLUXLIKE_TOPOLOGY")
     parser.add_argument("--json", metavar="FILE", help="write matrix, trees and figures")
     parser.add_argument("--png", metavar="FILE", type=picture, help="draw both; needs matplotlib")
     asked = parser.parse_args(argv)
@@ -51,6 +52,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
     return asked
+
+
+def matrix_file(name: str) -> str:
+    """As the type of an argument: what FLUXLIKE_TOPOLOGY takes for a file."""
+    if not names_file(name):
+        raise argparse.ArgumentTypeError(f"FLUXLIKE_TOPOLOGY would take {name!r} for a preset; name it {name}.json, or ./{name}")
+    return name
 
 
 def picture(path: str) -> str:

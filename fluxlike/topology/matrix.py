@@ -161,9 +161,14 @@ def current(size: int | None = None) -> LinkMatrix:
     return matrix
 
 
+def names_file(name: str) -> bool:
+    """Whether `load` takes ``name`` for a file, and not for a preset."""
+    return name.endswith(".json") or "/" in name
+
+
 def load(name: str) -> LinkMatrix:
     """A preset, or a file, by name; whatever ends in .json or has a slash is a file. ValueError if it is neither."""
-    if name.endswith(".json") or "/" in name:
+    if names_file(name):
         try:
             return LinkMatrix.from_file(name)
         except OSError as error:

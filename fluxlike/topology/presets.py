@@ -89,8 +89,9 @@ _MAKERS: dict[str, Callable[[str], LinkMatrix]] = {
     "pcie-4+4": _pcie_4_4,
     "ring-8": _misdetected_ring,
 }
-#: The presets that are listed; "nvswitch-N" and "ring-N" work for other numbers, too.
+#: The presets that are listed, and how those are called that work for other numbers, too.
 NAMES = tuple(_MAKERS)
+NUMBERED = ("nvswitch-1 to nvswitch-999", "ring-3 to ring-999")
 _NUMBERED: dict[str, Callable[[int, str], LinkMatrix]] = {"nvswitch": _nvswitch, "ring": _ring}
 
 
@@ -100,6 +101,6 @@ def make(name: str) -> LinkMatrix:
         return _MAKERS[name](name)
     numbered = re.fullmatch(r"(nvswitch|ring)-([1-9]\d{0,2})", name)
     if numbered is None or (numbered[1] == "ring" and int(numbered[2]) < 3):
-        known = ", ".join((*NAMES, "nvswitch-N", "ring-N"))
+        known = ", ".join((*NAMES, *NUMBERED))
         raise ValueError(f"no topology is called {name!r}; there are {known}, and files whose names end in .json")
     return _NUMBERED[numbered[1]](int(numbered[2]), name)
