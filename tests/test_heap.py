@@ -186,6 +186,17 @@ def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
     assert on == [(name, 1) for name in ("malloc", "free", "destroy", "destroy", "finalize")] and now == [begun_on]
 
 
+def test_without_nvshmem_it_says_what_to_install(monkeypatch):
+    """From the repository: fluxlike is on no index."""
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+
+    def agree(what, value, error):
+        raise error
+
+    with pytest.raises(RuntimeError, match=r"pip install -e '\.\[cu13\]' \(or cu12\) at the root of the repository"):
+        nvshmem.start(torch.device("cuda", 0), SimpleNamespace(agree=agree), one_host=True)
+
+
 def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     """A start for one host, then for several: what the first one set would keep the second from the network."""
     seen = []

@@ -48,8 +48,8 @@ def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
         from cuda.core import Device
     except ImportError as problem:
         error = RuntimeError(
-            f"the NVSHMEM heap needs nvshmem4py and cuda-core ({problem}); pip install 'fluxlike[cu13]' (or cu12), or "
-            "fluxlike.init(heap='shm') with CPU tensors"
+            f"the NVSHMEM heap needs nvshmem4py and cuda-core ({problem}); pip install -e '.[cu13]' (or cu12) at the "
+            "root of the repository, or fluxlike.init(heap='shm') with CPU tensors"
         )
     control.agree("starting NVSHMEM", None, error)
     for name, value in (_DEFAULTS | (_ONE_HOST if one_host else {})).items():
