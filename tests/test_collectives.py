@@ -208,10 +208,16 @@ def bad_tensors(group):
             said, _ = told(lambda: act(broken(torch.ones(4, 4, device=device())), group), ValueError, TypeError)  # noqa: B023
             if name == "gemm_ar":  # whose x has two dimensions and whose remedies are others
                 says = says.partition(",")[0].replace("; use", "").partition(" it must")[0]
+            elif name in ("all_reduce", "all_reduce in place"):
+                says = says.replace("a tensor; use", "a tensor or a list of tensors; use")
             assert said.startswith(f"ValueError: {name.split()[0]}: x ") and says in said, f"{name} {number}: {said}"
     for empty in ([], ()):
         said, _ = told(lambda: fluxlike.all_reduce(empty, group), ValueError)  # noqa: B023
         assert f"x is a {type(empty).__name__} without tensors; pass at least one" in said, said
+    x = torch.ones(4, device=device())
+    for several in ((t for t in [x]), {"x": x}, {"x": x}.values()):
+        said, _ = told(lambda: fluxlike.all_reduce(several, group), ValueError)  # noqa: B023
+        assert f"x is {type(several).__name__}, it must be a tensor or a list of tensors; use" in said, said
     assert fluxlike.all_reduce(torch.ones(1, device=device()), group).item() == dist.get_world_size(group)
 
 

@@ -106,6 +106,8 @@ def compiled(group, backend, sizes):
     assert not y.requires_grad and not fluxlike.all_reduce(x, group).requires_grad
     for call, says in (
         (lambda t: fluxlike.all_reduce([], group), "without tensors"),
+        (lambda t: fluxlike.all_reduce({"x": t}, group), "x is dict, it must be a tensor or a list of tensors"),
+        (lambda t: fluxlike.all_reduce_({"x": t}, group), "x is dict, it must be a tensor or a list of tensors"),
         (lambda t: fluxlike.all_reduce_(t.T, group), "must be contiguous"),
         (lambda t: fluxlike.broadcast(t, True, group), "root=True is no rank"),
         (lambda t: fluxlike.all_gather(t, group, "8"), "m='8'"),

@@ -104,8 +104,7 @@ def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
     error = check_algorithm("all_reduce", algo, "trees")
     if error is not None:
         raise error
-    xs = [x] if isinstance(x, torch.Tensor) else list(x) if isinstance(x, (list, tuple)) else [x]
-    validate.some("all_reduce", x, xs)
+    xs = validate.some("all_reduce", x)
     device = world.current().device
     for t in xs:
         validate.readable("all_reduce", "x", t, None, device)

@@ -73,15 +73,14 @@ for _op in (all_reduce_op, reduce_scatter_op, all_gather_op, broadcast_op):
 
 
 def all_reduce(x: Any, group: dist.ProcessGroup | None, op: str, algo: str) -> Any:
-    xs = list(x) if isinstance(x, (list, tuple)) else [x]
-    validate.some("all_reduce", x, xs)
+    xs = validate.some("all_reduce", x)
     tensors("all_reduce", [("x", t, None) for t in xs])
     ys = all_reduce_op([t.detach() for t in xs], op, algo, name_of(group))
     return ys if isinstance(x, (list, tuple)) else ys[0]
 
 
 def all_reduce_(x: Any, group: dist.ProcessGroup | None, op: str, algo: str) -> Any:
-    xs = list(x) if isinstance(x, (list, tuple)) else [x]
+    xs = validate.some("all_reduce_", x)
     tensors("all_reduce_", [("x", t, None) for t in xs])
     for t in xs:
         validate.contiguous("all_reduce_", t)

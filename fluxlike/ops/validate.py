@@ -148,10 +148,16 @@ def summable(op: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
 
 
-def some(op: str, x: Any, xs: list[Any]) -> None:
-    """A list has tensors."""
-    if not xs:
+def some(op: str, x: Any) -> list[Any]:
+    """A tensor, or those of a list, as a list."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if not isinstance(x, (list, tuple)):
+        wanted = "a tensor or a list of tensors; use torch.tensor, or list for what yields tensors"
+        raise ValueError(f"{op}: x is {type(x).__name__}, it must be {wanted}")
+    if not x:
         raise ValueError(f"{op}: x is a {type(x).__name__} without tensors; pass at least one, as many on all ranks")
+    return list(x)
 
 
 def contiguous(op: str, x: torch.Tensor) -> None:
