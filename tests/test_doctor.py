@@ -70,6 +70,25 @@ def report(done):
     return rows, [problem["what"] for problem in parsed["problems"]], parsed["heap"]
 
 
+# A torch that does what TEST_CUDA says when it is asked for GPUs.
+FAKE_TORCH = """
+import os
+__version__ = "2.13.0"
+class version:
+    cuda, hip = "13.0", os.environ.get("TEST_HIP")
+class cuda:
+    def is_available():
+        exec(os.environ["TEST_CUDA"])
+        return False
+"""
+
+
+def run_with_fake_torch(tmp_path, code, path=None, **environ):
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text(FAKE_TORCH)
+    return report(run_doctor(tmp_path, "--json", path=path, TEST_CUDA=code, TEST_HIDE="pynvml", **environ))
+
+
 def healthy(gpus=2):
     """A machine with GPUs on which all is well."""
     return Facts(
@@ -237,7 +256,22 @@ def test_what_was_not_tried_is_not_blamed():
     facts = Facts(installed={"triton": "3.7.1"}, loaded={"numpy": "2.3.1"}, memfd=True)
     facts.broken = {"torch": "it ended the process with status -11", "triton": f"{NOT_TRIED} after torch"}
     assert [what.split()[0] for what in whats(facts)] == ["torch"]
-    assert doctor.choose_heap(facts).name is None
+    assert doctor.choose_heap(facts) == doctor.Heap(None, "torch cannot be imported; triton not tried after that")
+
+
+def test_torch_that_crashes_at_the_gpus(tmp_path):
+    rows, problems, heap = run_with_fake_torch(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    said = "torch fails to look at the GPUs: it ended the process with status -11"
+    assert said in problems and not [what for what in problems if "triton" in what]
+    assert heap == {"name": None, "why": f"{said}; triton not tried after that"}
+    assert rows["GPUs", "torch's CUDA"] == "unknown"
+
+
+def test_torch_that_fails_at_the_gpus(tmp_path):
+    rows, problems, heap = run_with_fake_torch(tmp_path, "raise RuntimeError('no properties')")
+    said = "torch fails to look at the GPUs: RuntimeError: no properties"
+    assert said in problems and rows["GPUs", "torch's CUDA"] == "unknown"
+    assert heap["name"] == "shm" and heap["why"].startswith("only if asked") and heap["why"].endswith(said)
 
 
 def test_no_memfd():
@@ -253,7 +287,9 @@ def test_no_memfd():
 def test_old_python():
     facts = healthy()
     facts.python = (3, 10)
-    assert doctor.choose_heap(facts).name is None
+    facts.loaded.clear()
+    facts.broken = dict.fromkeys(doctor.NEEDED, f"{NOT_TRIED} after that")
+    assert doctor.choose_heap(facts) == doctor.Heap(None, "this Python is too old")
     assert whats(facts) == ["Python 3.10 is older than 3.11"]
 
 

@@ -23,6 +23,7 @@ OLDEST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 10), (2, 14))
 TRITON_RANGE = ((3, 6), (3, 8))
 OLDEST_GPU = (8, 0)
+NEEDED = ("numpy", "torch", "triton")
 GIB = 1 << 30
 # package: the module whose __version__ must agree with the package's record
 MODULES = {
@@ -75,14 +76,28 @@ def unreachable(facts: Facts) -> list[tuple[int, int]]:
     return [(i, j) for i, row in enumerate(facts.peers) for j, reached in enumerate(row) if not reached]
 
 
+def _missing(facts: Facts) -> str:
+    """What there is none of, and what became unknown with it."""
+    missing = [name for name in NEEDED if name not in facts.loaded]
+    untried = [name for name in missing if facts.broken.get(name, "").startswith(NOT_TRIED)]
+    failed = [name for name in missing if name not in untried]
+    why = [f"{' and '.join(failed)} cannot be imported"] if failed else []
+    if facts.cuda_error:
+        why.append(f"torch fails to look at the GPUs: {facts.cuda_error}")
+    if untried:
+        why.append(f"{' and '.join(untried)} not tried after that")
+    return "; ".join(why)
+
+
 def choose_heap(facts: Facts) -> Heap:
     """NVSHMEM where its conditions hold, else shared memory where its do, else none."""
-    missing = [name for name in ("numpy", "torch", "triton") if name not in facts.loaded]
-    if missing:
-        return Heap(None, f"{' and '.join(missing)} cannot be imported")
     if facts.python < OLDEST_PYTHON:
         return Heap(None, "this Python is too old")
-    if not facts.gpus:
+    if any(name not in facts.loaded for name in NEEDED):
+        return Heap(None, _missing(facts))
+    if facts.cuda_error:
+        against = f"torch fails to look at the GPUs: {facts.cuda_error}"
+    elif not facts.gpus:
         against = "no CUDA GPU is visible to torch"
     elif old_gpus(facts):
         against = f"GPU {old_gpus(facts)[0]} is older than sm_80"
@@ -95,7 +110,7 @@ def choose_heap(facts: Facts) -> Heap:
         return Heap("nvshmem", f"{len(facts.gpus)} GPU(s) with peer access between all of them, and nvshmem4py")
     if not facts.memfd:
         return Heap(None, f"{against}, and memfd_create, which makes the shared-memory heap, does not work")
-    if facts.gpus:
+    if facts.gpus or facts.cuda_error:
         return Heap("shm", f"only if asked for with init(heap='shm'), to run on the CPU, for {against}")
     return Heap("shm", f"{against}; the kernels run in Triton's interpreter on the CPU")
 
@@ -167,18 +182,23 @@ def _cuda_problems(facts: Facts) -> Iterable[Problem]:
             f"the driver supports CUDA {facts.driver_cuda}, but torch is built for CUDA {facts.torch_cuda}",
             f"Update the driver, or use a torch for CUDA {driver}: the extra cu{driver} of pyproject.toml brings one.",
         )
-    if facts.smi_gpus and not facts.gpus:
-        hidden = facts.environ.get("CUDA_VISIBLE_DEVICES")
-        if facts.cuda_error:
-            what, remedy = f"torch fails to look at the GPUs: {facts.cuda_error}", "Check the driver with nvidia-smi."
-        elif hidden is not None:
-            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
+
+
+def _sight_problems(facts: Facts) -> Iterable[Problem]:
+    """Why torch sees no GPU where there are some."""
+    if facts.cuda_error:
+        what = f"torch fails to look at the GPUs: {facts.cuda_error}"
+        yield Problem(what, "Check the driver with nvidia-smi; to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing.")
+    elif facts.smi_gpus and not facts.gpus and "torch" in facts.loaded:
+        hidden, machine = facts.environ.get("CUDA_VISIBLE_DEVICES"), f"the machine has {len(facts.smi_gpus)} GPU(s), but"
+        if hidden is not None:
+            what = f"{machine} CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
             remedy = "Unset it to use the GPUs; to run on the CPU it is fine."
-        elif "torch" in facts.loaded and not facts.torch_cuda:
-            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but this torch is built without CUDA"
+        elif not facts.torch_cuda:
+            what = f"{machine} this torch is built without CUDA"
             remedy = f"Install one with CUDA: {_extra(facts)}."
         else:
-            what = f"the machine has {len(facts.smi_gpus)} GPU(s), but torch sees none"
+            what = f"{machine} torch sees none"
             remedy = "Check that the driver works (nvidia-smi) and is new enough for torch's CUDA."
         yield Problem(what, remedy)
 
@@ -239,9 +259,19 @@ def _network_problems(facts: Facts) -> Iterable[Problem]:
             yield Problem(f"{name} names {wrong[0]}, which this machine has not", f"It has {', '.join(sorted(devices))}.")
 
 
+JUDGES = (
+    _import_problems,
+    _version_problems,
+    _cuda_problems,
+    _sight_problems,
+    _library_problems,
+    _gpu_problems,
+    _network_problems,
+)
+
+
 def diagnose(facts: Facts) -> list[Problem]:
-    judges = (_import_problems, _version_problems, _cuda_problems, _library_problems, _gpu_problems, _network_problems)
-    problems = list(itertools.chain.from_iterable(judge(facts) for judge in judges))
+    problems = list(itertools.chain.from_iterable(judge(facts) for judge in JUDGES))
     if not facts.gpus and not facts.memfd:
         remedy = "Run on Linux 3.17 or later, with a Python built for it, and outside sandboxes that forbid the call."
         problems.append(Problem("memfd_create does not work, and the shared-memory heap is made with it", remedy))
@@ -294,7 +324,7 @@ def describe(facts: Facts) -> list[Row]:
     rows += [Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES]
     if facts.nccl:
         rows.append(Row("libraries loaded", "NCCL", facts.nccl))
-    no_cuda = "built without CUDA" if "torch" in facts.loaded else "unknown"
+    no_cuda = "built without CUDA" if "torch" in facts.loaded and not facts.cuda_error else "unknown"
     rows += [
         Row("GPUs", "torch's CUDA", facts.torch_cuda or no_cuda),
         Row("GPUs", "driver", f"{facts.driver or 'none found'} (CUDA {facts.driver_cuda or 'unknown'})"),
