@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fluxlike.tools import doctor
-from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, look_at_network, parse_topology
+from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, look_at_driver, look_at_network, parse_topology
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,10 +199,32 @@ esac
     assert any("4 GPU(s)" in what for what in problems)
 
 
+def test_nvidia_smi_that_fails(tmp_path):
+    script = tmp_path / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho Failed to initialize NVML: Driver/library version mismatch\necho more\nexit 18\n")
+    script.chmod(0o755)
+    rows, problems, _ = report(run_doctor(tmp_path, "--json", path=script.parent, TEST_HIDE="pynvml", CUDA_VISIBLE_DEVICES=""))
+    said = "fails: exit status 18, Failed to initialize NVML: Driver/library version mismatch"
+    assert f"nvidia-smi {said}" in problems and rows["GPUs", "nvidia-smi"] == said
+
+
+def test_devices_that_torch_does_not_see(tmp_path, monkeypatch):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = healthy(0)
+    facts.smi_gpus = None
+    look_at_driver(facts, tmp_path)
+    assert facts.smi_error is None and whats(facts) == ["the machine has 2 GPU(s), but torch sees none"]
+
+
 def test_no_nvidia_smi(tmp_path):
     rows, problems, _ = report(run_doctor(tmp_path, "--json", TEST_HIDE="pynvml", CUDA_VISIBLE_DEVICES=""))
     assert not [name for section, name in rows if "nvidia-smi" in name or section.startswith("links, ")]
-    assert not [what for what in problems if "GPU(s)" in what]
+    assert not [what for what in problems if "nvidia-smi" in what]
+    assert list(Path("/dev").glob("nvidia[0-9]*")) or not [what for what in problems if "GPU(s)" in what]
 
 
 def test_unknown_option_and_tool():
@@ -285,7 +307,7 @@ def test_no_memfd():
 
 
 def test_old_python():
-    facts = healthy()
+    facts = healthy_cpu()
     facts.python = (3, 10)
     facts.loaded.clear()
     facts.broken = dict.fromkeys(doctor.NEEDED, f"{NOT_TRIED} after that")

@@ -185,12 +185,16 @@ def _cuda_problems(facts: Facts) -> Iterable[Problem]:
 
 
 def _sight_problems(facts: Facts) -> Iterable[Problem]:
-    """Why torch sees no GPU where there are some."""
+    """Why nvidia-smi or torch sees no GPU where there are some."""
+    if facts.smi_error:
+        remedy = "Restart the machine if its driver was updated, else install the driver anew; on the CPU it is fine."
+        yield Problem(f"nvidia-smi fails: {facts.smi_error}", remedy)
+    count = len(facts.smi_gpus or facts.devices)
     if facts.cuda_error:
         what = f"torch fails to look at the GPUs: {facts.cuda_error}"
         yield Problem(what, "Check the driver with nvidia-smi; to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing.")
-    elif facts.smi_gpus and not facts.gpus and "torch" in facts.loaded:
-        hidden, machine = facts.environ.get("CUDA_VISIBLE_DEVICES"), f"the machine has {len(facts.smi_gpus)} GPU(s), but"
+    elif count and not facts.gpus and "torch" in facts.loaded:
+        hidden, machine = facts.environ.get("CUDA_VISIBLE_DEVICES"), f"the machine has {count} GPU(s), but"
         if hidden is not None:
             what = f"{machine} CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
             remedy = "Unset it to use the GPUs; to run on the CPU it is fine."
@@ -329,6 +333,8 @@ def describe(facts: Facts) -> list[Row]:
         Row("GPUs", "torch's CUDA", facts.torch_cuda or no_cuda),
         Row("GPUs", "driver", f"{facts.driver or 'none found'} (CUDA {facts.driver_cuda or 'unknown'})"),
     ]
+    if facts.smi_error:
+        rows.append(Row("GPUs", "nvidia-smi", f"fails: {facts.smi_error}"))
     for i, gpu in enumerate(facts.gpus):
         value = f"{gpu.name}, sm_{gpu.capability[0]}{gpu.capability[1]}, {_size(gpu.memory)}"
         rows.append(Row("GPUs", f"GPU {i}", value))

@@ -76,6 +76,8 @@ class Facts:
     peers: list[list[bool]] = field(default_factory=list)
     cuda_error: str | None = None
     smi_gpus: list[list[str]] | None = None  # None: no nvidia-smi that answers
+    smi_error: str | None = None  # what is wrong with an nvidia-smi that is there
+    devices: list[str] = field(default_factory=list)  # /dev/nvidia0 and so on
     driver: str | None = None
     driver_cuda: str | None = None
     links: list[list[str]] = field(default_factory=list)
@@ -164,13 +166,20 @@ def _child() -> None:
     os._exit(0)  # no library gets the chance to fail in its exit handler
 
 
-def _run(*command: str, timeout: float = 30) -> str | None:
-    """The command's output, or None if it is missing, fails or hangs."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+def _run(*command: str, timeout: float = 30) -> tuple[str | None, str | None]:
+    """The command's output, and what is wrong with it; neither where there is no such command."""
+    try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
-        if done.returncode == 0:
-            return done.stdout
-    return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None, None
+    except OSError as error:
+        return None, f"it cannot be started: {error}"
+    except subprocess.TimeoutExpired:
+        return None, f"it did not return within {timeout:.0f} s"
+    if done.returncode == 0:
+        return done.stdout, None
+    said = (done.stdout.strip() or done.stderr.strip() or "nothing said").splitlines()[0]
+    return None, f"exit status {done.returncode}, {said}"
 
 
 def try_imports(timeout: float = 300) -> dict[str, tuple[str, object]]:
@@ -247,20 +256,23 @@ def _look_at_imports(facts: Facts) -> None:
         facts.broken.pop(name, None)
 
 
-def _look_at_driver(facts: Facts) -> None:
-    query = _run("nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader")
+def look_at_driver(facts: Facts, root: Path = Path("/")) -> None:
+    """The driver, and the GPUs that it knows. ``root``: where /dev and /proc are."""
+    facts.devices = sorted(map(str, root.glob("dev/nvidia[0-9]*")))
+    fields = "--query-gpu=name,compute_cap,memory.total,driver_version"
+    query, facts.smi_error = _run("nvidia-smi", fields, "--format=csv,noheader")
     if query is not None:
         rows = [[cell.strip() for cell in row] for row in csv.reader(query.splitlines())]
         facts.smi_gpus = [row for row in rows if len(row) == 4]
         facts.driver = next((row[3] for row in facts.smi_gpus), None)
-        head = re.search(r"CUDA[A-Za-z ]*Version *: *(\d+\.\d+)", _run("nvidia-smi") or "")
+        head = re.search(r"CUDA[A-Za-z ]*Version *: *(\d+\.\d+)", _run("nvidia-smi")[0] or "")
         facts.driver_cuda = head[1] if head else None
         if not facts.links:
-            facts.links = parse_topology(_run("nvidia-smi", "topo", "-m") or "")
+            facts.links = parse_topology(_run("nvidia-smi", "topo", "-m")[0] or "")
             facts.links_from = "nvidia-smi" if facts.links else "unknown"
     else:
         with contextlib.suppress(OSError):
-            found = re.search(r"\b(\d{3,}\.\d+[.\d]*)", Path("/proc/driver/nvidia/version").read_text())
+            found = re.search(r"\b(\d{3,}\.\d+[.\d]*)", (root / "proc/driver/nvidia/version").read_text())
             facts.driver = found[1] if found else None
 
 
@@ -309,7 +321,7 @@ def _release_of(version: str) -> tuple[int, ...]:
 def collect() -> tuple[Facts, list[str]]:
     """The facts, and what went wrong in looking for them."""
     facts, failures = Facts(), []
-    for look in (_look_at_packages, _look_at_imports, _look_at_driver, _look_at_host, look_at_network):
+    for look in (_look_at_packages, _look_at_imports, look_at_driver, _look_at_host, look_at_network):
         try:
             look(facts)
         except Exception as error:  # half a report is better than none
