@@ -296,6 +296,12 @@ def test_torch_that_fails_at_the_gpus(tmp_path):
     assert heap["name"] == "shm" and heap["why"].startswith("only if asked") and heap["why"].endswith(said)
 
 
+def test_torch_that_warns_of_the_driver(tmp_path):
+    _, problems, heap = run_with_fake_torch(tmp_path, "import warnings; warnings.warn('CUDA initialization: Error 802\\nmore')")
+    assert "torch sees no GPU and says: CUDA initialization: Error 802" in problems
+    assert heap["name"] == "shm"
+
+
 def test_no_memfd():
     facts = healthy_cpu()
     facts.memfd = False

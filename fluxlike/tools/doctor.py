@@ -193,6 +193,9 @@ def _sight_problems(facts: Facts) -> Iterable[Problem]:
     if facts.cuda_error:
         what = f"torch fails to look at the GPUs: {facts.cuda_error}"
         yield Problem(what, "Check the driver with nvidia-smi; to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing.")
+    elif facts.cuda_warning and not facts.gpus:
+        remedy = "If the driver is too old, update it or take an older torch; with NVSwitches, start nvidia-fabricmanager."
+        yield Problem(f"torch sees no GPU and says: {facts.cuda_warning}", remedy)
     elif count and not facts.gpus and "torch" in facts.loaded:
         hidden, machine = facts.environ.get("CUDA_VISIBLE_DEVICES"), f"the machine has {count} GPU(s), but"
         if hidden is not None:

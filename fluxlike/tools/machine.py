@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,8 @@ class Facts:
     nccl: str | None = None
     gpus: list[Gpu] = field(default_factory=list)  # those that torch sees
     peers: list[list[bool]] = field(default_factory=list)
-    cuda_error: str | None = None
+    cuda_error: str | None = None  # how torch fails when it is asked for them
+    cuda_warning: str | None = None  # what torch says besides
     smi_gpus: list[list[str]] | None = None  # None: no nvidia-smi that answers
     smi_error: str | None = None  # what is wrong with an nvidia-smi that is there
     devices: list[str] = field(default_factory=list)  # /dev/nvidia0 and so on
@@ -99,11 +101,15 @@ def _version(module: str) -> object:
 def _torch_cuda() -> object:
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # Of a driver that is too old, or of NVSwitches that are not ready, torch only warns.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     nccl = torch.cuda.nccl.version() if count and torch.distributed.is_nccl_available() else None
     return {
         "build": torch.version.cuda,
+        "warning": next((str(warning.message).strip().partition("\n")[0] for warning in said), None),
         "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else None,
         "gpus": [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus],
         "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
@@ -243,6 +249,7 @@ def _look_at_imports(facts: Facts) -> None:
             facts.broken[name] = str(value)
         elif name == "torch.cuda" and isinstance(value, dict):
             facts.torch_cuda, facts.nccl, facts.peers = value["build"], value["nccl"], value["peers"]
+            facts.cuda_warning = value["warning"]
             facts.gpus = [Gpu(gpu, (major, minor), memory) for gpu, (major, minor), memory in value["gpus"]]
         elif name == "libraries" and isinstance(value, dict):
             facts.libraries = value
