@@ -6,10 +6,11 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from fluxlike.tools import doctor
+from fluxlike.tools import doctor, machine
 from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, look_at_driver, look_at_network, parse_topology
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -341,7 +342,7 @@ def test_old_python():
         ),
         (
             lambda f: (f.installed.update({"nvidia-nccl-cu13": "2.29.7"}), setattr(f, "nccl", "2.20.5")),
-            "nvidia-nccl-cu13 2.29.7 is installed, but NCCL 2.20.5 is loaded",
+            "nvidia-nccl-cu13 2.29.7 is installed, but the libnccl that is loaded is 2.20.5",
         ),
         (lambda f: setattr(f, "shm", (64 << 20, 64 << 20)), "/dev/shm has 0.06 GiB"),
         (lambda f: f.environ.update(TRITON_INTERPRET="1"), "TRITON_INTERPRET is set"),
@@ -353,6 +354,37 @@ def test_disagreements(change, said):
     change(facts)
     assert [what for what in whats(facts) if said in what], whats(facts)
     assert doctor.choose_heap(facts).name == "nvshmem"
+
+
+@pytest.mark.parametrize(("code", "said"), [(22907, "2.29.7"), (2804, "2.8.4"), (None, None)])
+def test_nccl_is_asked_itself(monkeypatch, code, said):
+    """Not torch, which knows only what it was built with; and nothing is said where no libnccl is loaded."""
+
+    def answer(pointer):
+        pointer._obj.value = code
+        return 0
+
+    monkeypatch.setattr(machine, "_mapped", lambda: {"libnccl": ["/lib/libnccl.so.2"]} if code else {})
+    monkeypatch.setattr("ctypes.CDLL", lambda path: SimpleNamespace(ncclGetVersion=answer))
+    torch = SimpleNamespace(
+        cuda=SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: 1,
+            get_device_properties=lambda i: SimpleNamespace(name="H", major=9, minor=0, total_memory=1),
+            nccl=SimpleNamespace(version=lambda: (2, 1, 0)),
+        ),
+        distributed=SimpleNamespace(is_nccl_available=lambda: True),
+        version=SimpleNamespace(cuda="13.0", hip=None),
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    found = machine._torch_cuda()
+    assert found["nccl"] == said and found["peers"] == [[True]]
+
+
+def test_nccl_of_a_later_packaging_is_the_same():
+    facts = healthy()
+    facts.installed["nvidia-nccl-cu13"], facts.nccl = "2.29.7.post1", "2.29.7"
+    assert whats(facts) == [] and ("libnccl says", "2.29.7") in [(row.name, row.value) for row in doctor.describe(facts)]
 
 
 def test_library_in_its_place_is_fine():

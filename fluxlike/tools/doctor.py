@@ -224,8 +224,8 @@ def _library_problems(facts: Facts) -> Iterable[Problem]:
                 yield Problem(what, "Take its folder out of LD_LIBRARY_PATH, so that the installed one is found.")
     for full, version in facts.installed.items():
         alone = sum(other.startswith("nvidia-nccl-cu") for other in facts.installed) == 1
-        if full.startswith("nvidia-nccl-cu") and alone and facts.nccl and facts.nccl != version:
-            what = f"{full} {version} is installed, but NCCL {facts.nccl} is loaded"
+        if full.startswith("nvidia-nccl-cu") and alone and facts.nccl and not f"{version}.".startswith(f"{facts.nccl}."):
+            what = f"{full} {version} is installed, but the libnccl that is loaded is {facts.nccl}"
             yield Problem(what, "Take the other NCCL out of LD_LIBRARY_PATH and LD_PRELOAD.")
 
 
@@ -330,7 +330,7 @@ def describe(facts: Facts) -> list[Row]:
         rows.append(Row("packages", name, value))
     rows += [Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES]
     if facts.nccl:
-        rows.append(Row("libraries loaded", "NCCL", facts.nccl))
+        rows.append(Row("libraries loaded", "libnccl says", facts.nccl))
     no_cuda = "built without CUDA" if "torch" in facts.loaded and not facts.cuda_error else "unknown"
     rows += [
         Row("GPUs", "torch's CUDA", facts.torch_cuda or no_cuda),

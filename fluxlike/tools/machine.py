@@ -9,6 +9,7 @@ Standard library only, and no import of torch in this process.
 
 import contextlib
 import csv
+import ctypes
 import importlib
 import importlib.metadata
 import json
@@ -72,7 +73,7 @@ class Facts:
     broken: dict[str, str] = field(default_factory=dict)  # module: why its import failed
     libraries: dict[str, list[str]] = field(default_factory=dict)  # library: files mapped after the imports
     torch_cuda: str | None = None
-    nccl: str | None = None
+    nccl: str | None = None  # what the libnccl that is loaded says of itself
     gpus: list[Gpu] = field(default_factory=list)  # those that torch sees
     peers: list[list[bool]] = field(default_factory=list)
     cuda_error: str | None = None  # how torch fails when it is asked for them
@@ -98,6 +99,16 @@ def _version(module: str) -> object:
     return getattr(importlib.import_module(module), "__version__", "unknown")
 
 
+def _nccl() -> str | None:
+    """The version of the libnccl that is mapped; torch.cuda.nccl.version() is that of the headers torch was built with."""
+    paths, code = _mapped().get("libnccl", []), ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        if len(paths) == 1 and ctypes.CDLL(paths[0]).ncclGetVersion(ctypes.byref(code)) == 0:
+            scale = 10000 if code.value >= 10000 else 1000  # the latter before 2.9
+            return f"{code.value // scale}.{code.value % scale // 100}.{code.value % 100}"
+    return None
+
+
 def _torch_cuda() -> object:
     import torch
 
@@ -106,11 +117,10 @@ def _torch_cuda() -> object:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
-    nccl = torch.cuda.nccl.version() if count and torch.distributed.is_nccl_available() else None
     return {
         "build": torch.version.cuda,
         "warning": next((str(warning.message).strip().partition("\n")[0] for warning in said), None),
-        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else None,
+        "nccl": _nccl(),
         "gpus": [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus],
         "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
     }
@@ -132,7 +142,7 @@ def _nvlink() -> object:
     return [[cell(a, b) for b in handles] for a in handles]
 
 
-def _mapped() -> object:
+def _mapped() -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
         for line in maps:
