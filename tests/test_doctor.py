@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fluxlike.runtime import env
 from fluxlike.tools import doctor, machine
 from fluxlike.tools.machine import NOT_TRIED, Facts, Gpu, look_at_driver, look_at_network, parse_topology
 
@@ -131,6 +133,36 @@ def test_text(tmp_path):
     for line in ("FLUXLIKE_TEST_VALUE", "memfd_create", "/dev/shm", "nvshmem4py-cu13"):
         assert sum(row.split()[:1] == [line] for row in done.stdout.splitlines()) == 1, line
     assert str(ROOT) in done.stdout
+
+
+def test_settings(tmp_path):
+    """What init would refuse, names that nobody reads, and no word of those that scripts and tests read."""
+    wrong = {"FLUXLIKE_TIMEOUT_S": "abc", "FLUXLIKE_HEAP_BYTES": "1;2", "FLUXLIKE_TIMEOUTS": "3", "FLUXLIKE_NONSENSICAL": "1"}
+    right = {"FLUXLIKE_PYTHON": "python3", "FLUXLIKE_TEST_HEAP": "shm", "FLUXLIKE_TUNE": "off"}
+    done = run_doctor(tmp_path, "--json", **wrong, **right, CUDA_VISIBLE_DEVICES="")
+    found = {problem["what"]: problem["remedy"] for problem in json.loads(done.stdout)["problems"]}
+    said = {what: remedy for what, remedy in found.items() if what.startswith("FLUXLIKE_")}
+    assert said == {
+        "FLUXLIKE_TIMEOUT_S='abc' is no number of seconds above 0 and below 1000000": "Unset it for 120.",
+        "FLUXLIKE_HEAP_BYTES='1;2' is not a size": "Write bytes, or 64K, 512M, 4G.",
+        "FLUXLIKE_TIMEOUTS is no variable of fluxlike": "Write FLUXLIKE_TIMEOUT_S if you mean that, else unset it.",
+        "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: README.md lists them all.",
+    }
+
+
+@pytest.mark.parametrize("variable", env.TABLE, ids=lambda variable: variable.name)
+def test_every_setting_is_checked(variable, monkeypatch):
+    """But for the paths: any text may be one."""
+    monkeypatch.setenv(variable.name, "-nonsense-")
+    said = [complaint for complaint in env.complaints() if complaint.startswith(variable.name)]
+    assert len(said) == (variable.name not in ("FLUXLIKE_CACHE_DIR", "FLUXLIKE_TOPOLOGY"))
+
+
+def test_the_scripts_and_tests_variables_are_known():
+    known = {variable.name for variable in env.TABLE}.union(env.ELSEWHERE)
+    for path in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/*.py")):
+        if path != Path(__file__):
+            assert set(re.findall(r"FLUXLIKE_[A-Z_]*[A-Z]", path.read_text())) <= known, path.name
 
 
 def test_json_says_what_runs(tmp_path):

@@ -1,5 +1,6 @@
 """The one table of fluxlike's environment variables; nothing else in the package reads ``os.environ`` for its own settings."""
 
+import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ TABLE = (
     Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
+#: Those of the scripts and of the tests, which the package never reads.
+ELSEWHERE = ("FLUXLIKE_PYTHON", "FLUXLIKE_TEST_FUZZ", "FLUXLIKE_TEST_HEAP", "FLUXLIKE_TEST_TRITON")
 _BY_NAME = {variable.name: variable for variable in TABLE}
 
 
@@ -144,3 +147,33 @@ def heap_bytes() -> int | None:
     if not digits.isdecimal() or int(digits) == 0:
         raise ValueError(f"FLUXLIKE_HEAP_BYTES={text!r} is not a size; write bytes, or 64K, 512M, 4G")
     return int(digits) << scale
+
+
+_CHECKS = (
+    timeout_s,
+    heap_bytes,
+    cpu_programs,
+    racecheck,
+    tune,
+    torch_products,
+    tree_array_bound,
+    ranks_per_gpu,
+    virtual_nodes,
+    log_level,
+)
+
+
+def complaints() -> list[str]:
+    """What the checks say of this environment, each with what to do behind its last semicolon."""
+    said = []
+    for check in _CHECKS:
+        try:
+            check()
+        except ValueError as error:
+            said.append(str(error))
+    for name in sorted(os.environ):
+        if name.startswith("FLUXLIKE_") and name not in _BY_NAME and name not in ELSEWHERE:
+            near = difflib.get_close_matches(name, _BY_NAME, 1, 0.8)
+            remedy = f"write {near[0]} if you mean that, else unset it" if near else "unset it: README.md lists them all"
+            said.append(f"{name} is no variable of fluxlike; {remedy}")
+    return said

@@ -266,6 +266,12 @@ def _network_problems(facts: Facts) -> Iterable[Problem]:
             yield Problem(f"{name} names {wrong[0]}, which this machine has not", f"It has {', '.join(sorted(devices))}.")
 
 
+def _setting_problems(facts: Facts) -> Iterable[Problem]:
+    for complaint in facts.complaints:
+        what, _, remedy = complaint.rpartition("; ")
+        yield Problem(what, f"{remedy[:1].upper()}{remedy[1:]}.")
+
+
 JUDGES = (
     _import_problems,
     _version_problems,
@@ -274,6 +280,7 @@ JUDGES = (
     _library_problems,
     _gpu_problems,
     _network_problems,
+    _setting_problems,
 )
 
 

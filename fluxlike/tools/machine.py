@@ -93,6 +93,7 @@ class Facts:
     peermem: str | None = None  # the kernel module that lets them reach the memory of GPUs
     dmabuf: str | None = None  # why they can reach it without that
     environ: dict[str, str] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)  # of fluxlike's own variables
 
 
 def _version(module: str) -> object:
@@ -302,6 +303,12 @@ def _look_at_host(facts: Facts) -> None:
     facts.environ = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
 
 
+def _look_at_settings(facts: Facts) -> None:
+    from ..runtime import env  # not above: in the child process this file belongs to no package
+
+    facts.complaints = env.complaints()
+
+
 def _read(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text().strip()
@@ -338,7 +345,8 @@ def _release_of(version: str) -> tuple[int, ...]:
 def collect() -> tuple[Facts, list[str]]:
     """The facts, and what went wrong in looking for them."""
     facts, failures = Facts(), []
-    for look in (_look_at_packages, _look_at_imports, look_at_driver, _look_at_host, look_at_network):
+    looks = (_look_at_packages, _look_at_imports, look_at_driver, _look_at_host, look_at_network, _look_at_settings)
+    for look in looks:
         try:
             look(facts)
         except Exception as error:  # half a report is better than none
