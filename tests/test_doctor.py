@@ -204,6 +204,17 @@ def test_import_that_ends_the_process(tmp_path):
     assert [what for what in problems if "triton" in what and "ended the process with status 77" in what]
 
 
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
+def test_child_that_does_not_begin(monkeypatch, python):
+    monkeypatch.setattr(sys, "executable", python)
+    facts = healthy_cpu()
+    facts.loaded.clear()
+    machine._look_at_imports(facts)
+    assert len(whats(facts)) == 1 and whats(facts)[0].startswith("the process that tries the imports ends before the first: it")
+    heap = doctor.choose_heap(facts)
+    assert heap.name is None and heap.why.endswith("ends before the first; numpy and torch and triton not tried after that")
+
+
 def test_fake_nvidia_smi(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -377,6 +388,8 @@ def test_old_python():
             "nvidia-nccl-cu13 2.29.7 is installed, but the libnccl that is loaded is 2.20.5",
         ),
         (lambda f: setattr(f, "shm", (64 << 20, 64 << 20)), "/dev/shm has 0.06 GiB"),
+        (lambda f: setattr(f, "shm", (64 << 30, 64 << 20)), "/dev/shm has 0.06 GiB free"),
+        (lambda f: setattr(f, "shm", None), "/dev/shm is missing"),
         (lambda f: f.environ.update(TRITON_INTERPRET="1"), "TRITON_INTERPRET is set"),
         (lambda f: f.environ.update(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING is set"),
     ],

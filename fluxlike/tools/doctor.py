@@ -82,6 +82,8 @@ def _missing(facts: Facts) -> str:
     untried = [name for name in missing if facts.broken.get(name, "").startswith(NOT_TRIED)]
     failed = [name for name in missing if name not in untried]
     why = [f"{' and '.join(failed)} cannot be imported"] if failed else []
+    if facts.child_error:
+        why.append("the process that tries the imports ends before the first")
     if facts.cuda_error:
         why.append(f"torch fails to look at the GPUs: {facts.cuda_error}")
     if untried:
@@ -125,6 +127,9 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
     if facts.python < OLDEST_PYTHON:
         what = "Python {}.{} is older than 3.11".format(*facts.python)
         yield Problem(what, "Make an environment with Python 3.11 or 3.12.")
+    elif facts.child_error:
+        what = f"the process that tries the imports ends before the first: {facts.child_error}"
+        yield Problem(what, f"See what it says: {sys.executable} -P {Path(__file__).with_name('machine.py')} --child.")
     for name, wanted in (("numpy", "numpy"), ("torch", "torch>=2.10,<2.14"), ("triton", "triton>=3.6,<3.8")):
         reason = facts.broken.get(name, "unknown")
         if name in facts.loaded or reason.startswith(NOT_TRIED):
@@ -237,9 +242,14 @@ def _gpu_problems(facts: Facts) -> Iterable[Problem]:
         pairs = ", ".join(f"{i}->{j}" for i, j in unreachable(facts))
         remedy = "Use GPUs that reach each other (CUDA_VISIBLE_DEVICES), or enable peer access: IOMMU and ACS off."
         yield Problem(f"no peer access between GPUs {pairs}", remedy)
-    if facts.gpus and facts.shm and facts.shm[0] < GIB // 2:
+    if facts.gpus and not facts.shm:
+        yield Problem("/dev/shm is missing; NCCL needs it", "Mount a tmpfs there; in a container: docker run --shm-size=1g.")
+    elif facts.gpus and facts.shm and facts.shm[0] < GIB // 2:
         what = f"/dev/shm has {facts.shm[0] / GIB:.2f} GiB; NCCL fails in small ones"
         yield Problem(what, "Give the container more: docker run --shm-size=1g.")
+    elif facts.gpus and facts.shm and facts.shm[1] < GIB // 8:
+        what = f"/dev/shm has {facts.shm[1] / GIB:.2f} GiB free; NCCL fails in full ones"
+        yield Problem(what, "Remove from it what programs that ended have left: ls -l /dev/shm.")
     if facts.gpus and facts.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
         what = "TRITON_INTERPRET is set, so kernels run on the CPU though there are GPUs"
         yield Problem(what, "Unset it: fluxlike turns to the interpreter by itself where there is no GPU.")

@@ -71,6 +71,7 @@ class Facts:
     folders: dict[str, str] = field(default_factory=dict)  # package: where it is installed
     loaded: dict[str, str] = field(default_factory=dict)  # module: version by itself
     broken: dict[str, str] = field(default_factory=dict)  # module: why its import failed
+    child_error: str | None = None  # why there was no process to try them
     libraries: dict[str, list[str]] = field(default_factory=dict)  # library: files mapped after the imports
     torch_cuda: str | None = None
     nccl: str | None = None  # what the libnccl that is loaded says of itself
@@ -209,6 +210,8 @@ def try_imports(timeout: float = 300) -> dict[str, tuple[str, object]]:
     except subprocess.TimeoutExpired as late:
         raw = late.stdout or b""
         text, end = raw.decode() if isinstance(raw, bytes) else raw, f"it did not return within {timeout:.0f} s"
+    except OSError as error:
+        text, end = "", f"it cannot be started: {error}"
     found: dict[str, tuple[str, object]] = {}
     last = "the process that tries the imports did not begin"
     for line in text.splitlines():
@@ -216,6 +219,8 @@ def try_imports(timeout: float = 300) -> dict[str, tuple[str, object]]:
             name, state, value = json.loads(line)
             found[name] = ("failed", end) if state == "begin" else (state, value)
             last = name if name in STEPS else last
+    if not found:
+        found["child"] = ("failed", end)
     for name in STEPS:
         found.setdefault(name, ("failed", f"{NOT_TRIED} after {last}: {end}"))
     return found
@@ -272,6 +277,7 @@ def _look_at_imports(facts: Facts) -> None:
     facts.cuda_error = facts.broken.pop("torch.cuda", None) if "torch" not in facts.broken else None
     for name in ("torch.cuda", "pynvml"):
         facts.broken.pop(name, None)
+    facts.child_error = facts.broken.pop("child", None)
 
 
 def look_at_driver(facts: Facts, root: Path = Path("/")) -> None:
