@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +79,8 @@ FAKE_TORCH = """
 import os
 __version__ = "2.13.0"
 class version:
-    cuda, hip = "13.0", os.environ.get("TEST_HIP")
+    hip = os.environ.get("TEST_HIP")
+    cuda = None if hip else "13.0"
 class cuda:
     def is_available():
         exec(os.environ["TEST_CUDA"])
@@ -388,6 +390,9 @@ def test_old_python():
             "nvidia-nccl-cu13 2.29.7 is installed, but the libnccl that is loaded is 2.20.5",
         ),
         (lambda f: setattr(f, "shm", (64 << 20, 64 << 20)), "/dev/shm has 0.06 GiB"),
+        (lambda f: f.installed.update({"nvshmem4py-cu13": "0.3.0"}), "nvshmem4py-cu13 0.3.0 is not >=0.3.1,<0.4"),
+        (lambda f: f.installed.update({"nvidia-nvshmem-cu13": "3.7.1"}), "nvidia-nvshmem-cu13 3.7.1 is not >=3.4.5,<3.7"),
+        (lambda f: f.installed.update({"cuda-bindings": "12.9.4"}), "cuda-bindings 12.9.4 is not >=13,<14"),
         (lambda f: setattr(f, "shm", (64 << 30, 64 << 20)), "/dev/shm has 0.06 GiB free"),
         (lambda f: setattr(f, "shm", None), "/dev/shm is missing"),
         (lambda f: f.environ.update(TRITON_INTERPRET="1"), "TRITON_INTERPRET is set"),
@@ -430,6 +435,24 @@ def test_nccl_of_a_later_packaging_is_the_same():
     facts = healthy()
     facts.installed["nvidia-nccl-cu13"], facts.nccl = "2.29.7.post1", "2.29.7"
     assert whats(facts) == [] and ("libnccl says", "2.29.7") in [(row.name, row.value) for row in doctor.describe(facts)]
+
+
+def test_pins_are_those_of_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for cuda, pins in doctor.PINS.items():
+        wanted = [pin for pin in extras[f"cu{cuda}"] if not pin.startswith(("torch", "triton"))]
+        assert sorted(wanted) == sorted(name + pin for name, pin in pins.items())
+
+
+def test_torch_for_rocm(tmp_path):
+    rows, problems, _ = run_with_fake_torch(tmp_path, "pass", TEST_HIP="6.4")
+    assert [what for what in problems if "ROCm 6.4" in what] and rows["GPUs", "torch's CUDA"] == "built for ROCm 6.4"
+    facts = healthy()
+    facts.torch_cuda, facts.torch_hip = None, "6.4"
+    del facts.loaded["nvshmem.core"]
+    assert whats(facts) == ["torch is built for ROCm 6.4, and fluxlike needs NVIDIA GPUs"]
+    heap = doctor.choose_heap(facts)
+    assert heap.name == "shm" and heap.why.startswith("only if asked") and "NVIDIA" in heap.why
 
 
 def test_library_in_its_place_is_fine():

@@ -22,6 +22,16 @@ from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 OLDEST_PYTHON = (3, 11)
 TORCH_RANGE = ((2, 10), (2, 14))
 TRITON_RANGE = ((3, 6), (3, 8))
+# torch's CUDA: what pyproject's extra for it asks of the packages beside torch and Triton
+PINS = {
+    cuda: {
+        f"nvidia-nvshmem-cu{cuda}": ">=3.4.5,<3.7",
+        f"nvshmem4py-cu{cuda}": ">=0.3.1,<0.4",
+        "cuda-core": ">=0.7,<2",
+        "cuda-bindings": bindings,
+    }
+    for cuda, bindings in ((12, ">=12.9,<13"), (13, ">=13,<14"))
+}
 OLDEST_GPU = (8, 0)
 NEEDED = ("numpy", "torch", "triton")
 GIB = 1 << 30
@@ -57,7 +67,7 @@ class Heap:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def _major(version: str | None) -> int | None:
@@ -101,6 +111,8 @@ def choose_heap(facts: Facts) -> Heap:
         against = f"torch fails to look at the GPUs: {facts.cuda_error}"
     elif not facts.gpus:
         against = "no CUDA GPU is visible to torch"
+    elif facts.torch_hip:
+        against = "torch is built for ROCm and fluxlike needs NVIDIA GPUs"
     elif old_gpus(facts):
         against = f"GPU {old_gpus(facts)[0]} is older than sm_80"
     elif "nvshmem.core" not in facts.loaded:
@@ -140,7 +152,7 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
         else:
             remedy = f"Run pip install '{wanted}', or scripts/launch.sh, which sets up an environment that has it."
             yield Problem(f"{name} is not installed: {reason}", remedy)
-    if not facts.gpus:
+    if not facts.gpus or facts.torch_hip:
         return
     for name, package in (
         ("nvshmem.core", "nvshmem4py"),
@@ -159,6 +171,11 @@ def _version_problems(facts: Facts) -> Iterable[Problem]:
         if version and not low <= _release(version) < high:
             wanted = f"{name}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
             yield Problem(f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{wanted}'.")
+    build = _major(facts.torch_cuda)
+    for name, pin in PINS.get(build, {}).items() if build and facts.gpus else ():
+        version, (least, bound) = facts.installed.get(name), map(_release, pin.split(","))
+        if version and not least <= _release(version) < bound:
+            yield Problem(f"{name} {version} is not {pin}", f"Install one that is: pip install '{name}{pin}'.")
     for name, module in MODULES.items():
         record, itself = facts.installed.get(name), facts.loaded.get(module)
         if record and itself and record.partition("+")[0] != itself.partition("+")[0]:
@@ -198,6 +215,9 @@ def _sight_problems(facts: Facts) -> Iterable[Problem]:
     if facts.cuda_error:
         what = f"torch fails to look at the GPUs: {facts.cuda_error}"
         yield Problem(what, "Check the driver with nvidia-smi; to run on the CPU, set CUDA_VISIBLE_DEVICES to nothing.")
+    elif facts.torch_hip:
+        remedy = f"On NVIDIA GPUs install a torch for CUDA: {_extra(facts)}; on others use init(heap='shm'), which runs on the CPU."
+        yield Problem(f"torch is built for ROCm {facts.torch_hip}, and fluxlike needs NVIDIA GPUs", remedy)
     elif facts.cuda_warning and not facts.gpus:
         remedy = "If the driver is too old, update it or take an older torch; with NVSwitches, start nvidia-fabricmanager."
         yield Problem(f"torch sees no GPU and says: {facts.cuda_warning}", remedy)
@@ -348,7 +368,8 @@ def describe(facts: Facts) -> list[Row]:
     rows += [Row("libraries loaded", name, ", ".join(facts.libraries.get(name, ())) or "not loaded") for name in LIBRARIES]
     if facts.nccl:
         rows.append(Row("libraries loaded", "libnccl says", facts.nccl))
-    no_cuda = "built without CUDA" if "torch" in facts.loaded and not facts.cuda_error else "unknown"
+    no_cuda = f"built for ROCm {facts.torch_hip}" if facts.torch_hip else "built without CUDA"
+    no_cuda = no_cuda if "torch" in facts.loaded and not facts.cuda_error else "unknown"
     rows += [
         Row("GPUs", "torch's CUDA", facts.torch_cuda or no_cuda),
         Row("GPUs", "driver", f"{facts.driver or 'none found'} (CUDA {facts.driver_cuda or 'unknown'})"),

@@ -74,6 +74,7 @@ class Facts:
     child_error: str | None = None  # why there was no process to try them
     libraries: dict[str, list[str]] = field(default_factory=dict)  # library: files mapped after the imports
     torch_cuda: str | None = None
+    torch_hip: str | None = None  # ROCm's, whose GPUs torch calls CUDA's
     nccl: str | None = None  # what the libnccl that is loaded says of itself
     gpus: list[Gpu] = field(default_factory=list)  # those that torch sees
     peers: list[list[bool]] = field(default_factory=list)
@@ -121,6 +122,7 @@ def _torch_cuda() -> object:
     gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     return {
         "build": torch.version.cuda,
+        "hip": torch.version.hip,
         "warning": next((str(warning.message).strip().partition("\n")[0] for warning in said), None),
         "nccl": _nccl(),
         "gpus": [(gpu.name, (gpu.major, gpu.minor), gpu.total_memory) for gpu in gpus],
@@ -265,7 +267,7 @@ def _look_at_imports(facts: Facts) -> None:
             facts.broken[name] = str(value)
         elif name == "torch.cuda" and isinstance(value, dict):
             facts.torch_cuda, facts.nccl, facts.peers = value["build"], value["nccl"], value["peers"]
-            facts.cuda_warning = value["warning"]
+            facts.cuda_warning, facts.torch_hip = value["warning"], value["hip"]
             facts.gpus = [Gpu(gpu, (major, minor), memory) for gpu, (major, minor), memory in value["gpus"]]
         elif name == "libraries" and isinstance(value, dict):
             facts.libraries = value
