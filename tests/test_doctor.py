@@ -259,6 +259,7 @@ def test_devices_that_torch_does_not_see(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
+    (tmp_path / "nvidia-smi").touch(0o644)  # cannot be run, as one in a folder that cannot be read
     monkeypatch.setenv("PATH", str(tmp_path))
     facts = healthy(0)
     facts.smi_gpus = None

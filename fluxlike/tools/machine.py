@@ -188,10 +188,10 @@ def _child() -> None:
 
 def _run(*command: str, timeout: float = 30) -> tuple[str | None, str | None]:
     """The command's output, and what is wrong with it; neither where there is no such command."""
+    if not shutil.which(command[0]):  # starting it would say the same of a folder of PATH that cannot be read
+        return None, None
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout)
-    except (FileNotFoundError, NotADirectoryError):
-        return None, None
     except OSError as error:
         return None, f"it cannot be started: {error}"
     except subprocess.TimeoutExpired:
