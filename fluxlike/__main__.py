@@ -12,6 +12,7 @@ TOOLS = {
     "topo": "how the GPUs are linked, and the trees planned for it",
     "model": "what gemm_rs and ag_gemm would take on more GPUs and nodes, by discrete events",
     "links": "all_reduce on the CPU, by emulated links of machines that are not there",
+    "alone": "what calls cost beside their product, on one GPU that plays one rank of several",
     "trace": "what every program of every rank does when, in one call",
     "lint": "compile kernels for GPUs that are not there, and find what is wrong in the machine code",
     "racecheck": "run a program on the CPU heap and find accesses that no signal orders",

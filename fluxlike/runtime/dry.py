@@ -55,6 +55,18 @@ class DryBoard:
     def call(self, text: str) -> None:
         """All make it."""
 
+    def freeze(self) -> None:
+        """Nobody compares."""
+
+    def diagnose(self) -> None:
+        """They do not differ."""
+
+    def gone(self) -> list[int]:
+        return []
+
+    def where(self, peer: int) -> str:
+        return "There is no such process."
+
 
 class DryControl:
     """`ControlGroup` of ranks that all say the same, on so many nodes."""

@@ -1,0 +1,173 @@
+"""`python -m fluxlike alone {gemm_rs,ag_gemm}`: what a call costs beside its product, on one GPU that plays one rank of several.
+
+Needs one GPU and no launcher. Rank 0's peers are its own memory, all signals are there and nothing is copied (`runtime.alone`). So
+nothing shows of how fast links are, nor of ranks that begin apart; what shows is what the kernel does besides cuBLAS's product.
+
+Protocol: shapes M×N×K of the whole problem on R ranks, normal random operands and partial sums. First each method's result is
+compared with torch's of the same operands. Then calls inside CUDA graphs of ten: the methods take turns (`ops.tuning.in_turn`)
+after half a second of work, and the figure is the median over the rounds, µs a call. `gemm` is torch.mm of what this rank
+multiplies; `one rank` our kernel in a group of one, so without signals. Each call, of torch's as well, stands behind a launch
+that fills a few words: with copy_engine those are the flags, which a call takes back. Without a GPU results are compared, and
+no time is reported.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fluxlike
+
+from ..kernels.tiles import rows_of
+from ..ops import tuning
+from ..ops.ag_gemm import create_ag_gemm_context
+from ..ops.gemm_rs import create_gemm_rs_context
+from ..runtime import alone
+from . import bench_report, command
+from .bench_problems import PROBLEMS, SUITES
+from .bench_report import Shape
+
+SCHEDULES = ("copy_engine", "in_kernel")
+CALLS, WARM_S = 10, 0.5
+
+Call = Callable[[], Any]
+
+
+def operands(op: str, shape: Shape, ranks: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rank 0 brings to a call: gemm_rs x [M, K/R] and weight [N, K/R], ag_gemm x [M/R, K] and weight [N/R, K]."""
+    operand = tuning.random(device, dtype)
+    if op == "gemm_rs":
+        return operand(shape.m, -(-shape.k // ranks)), operand(shape.n, -(-shape.k // ranks))
+    return operand(rows_of(shape.m, ranks, 0), shape.k), operand(-(-shape.n // ranks), shape.k)
+
+
+def context(op: str, shape: Shape, dtype: torch.dtype, schedule: str) -> Any:
+    make = create_gemm_rs_context if op == "gemm_rs" else create_ag_gemm_context
+    return make(shape.m, shape.n, shape.k, dtype, schedule=schedule)
+
+
+def call_of(op: str, ctx: Any, x: torch.Tensor, weight: torch.Tensor, m: int) -> Call:
+    """A call behind the flags that it waits for; the slots hold random numbers."""
+    full = alone.satisfied(ctx)
+    ctx.data.normal_()
+
+    def call() -> torch.Tensor:
+        full()
+        return fluxlike.gemm_rs(x, weight, ctx) if op == "gemm_rs" else fluxlike.ag_gemm(x, weight, ctx, m=m)  # type: ignore
+
+    return call
+
+
+def check(op: str, ctx: Any, call: Call, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """The result, where all slots hold zeros: this rank's part of it. Raises RuntimeError if it is not torch's."""
+    before = ctx.data.clone()
+    ctx.data.zero_()
+    rows = -(-x.shape[0] // ctx.size) if op == "gemm_rs" else x.shape[0]
+    got, wanted = call()[:rows].double(), x[:rows].double() @ weight.double().T
+    ctx.check()
+    ctx.data.copy_(before)
+    error, most = (got - wanted).abs().max().item(), wanted.abs().max().item()
+    if not error <= 0.02 * most:
+        raise RuntimeError(f"{op} by {ctx.schedule}: the result is {error:.3g} off, and its largest element {most:.3g}")
+
+
+def times(methods: dict[str, Call], rounds: int) -> dict[str, float]:
+    """µs a call of each method, inside a CUDA graph."""
+    graphs = {}
+    for name, call in methods.items():
+        call()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(CALLS):
+                call()
+    since = time.monotonic()
+    while time.monotonic() - since < WARM_S:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in methods}
+    for turn in range(rounds):
+        for name in tuning.in_turn(list(methods), turn):
+            found[name].append(tuning.timed(graphs[name].replay, 1, True, torch.cuda.synchronize) / CALLS * 1e6)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
+    """µs of each method; nothing without a GPU. RuntimeError if one is wrong."""
+    methods: dict[str, Call] = {}
+    with alone.playing(1) as device:
+        x, weight = operands(op, shape, ranks, device, dtype)
+        whole = x if op == "gemm_rs" else tuning.random(device, dtype)(shape.m, shape.k)
+        out, words = whole.new_empty(shape.m, weight.shape[0]), torch.zeros(32, dtype=torch.int32, device=device)
+
+        def gemm() -> None:
+            words.fill_(1)
+            torch.mm(whole, weight.T, out=out)
+
+        methods["gemm"] = gemm
+        ctx = context(op, Shape(shape.m, *weight.shape), dtype, SCHEDULES[0])
+        methods["one rank"] = call_of(op, ctx, whole, weight, shape.m)
+        check(op, ctx, methods["one rank"], whole, weight)
+        with alone.playing(ranks):
+            for schedule in SCHEDULES:
+                ctx = context(op, shape, dtype, schedule)
+                methods[schedule] = call_of(op, ctx, x, weight, shape.m)
+                check(op, ctx, methods[schedule], x, weight)
+            return times(methods, rounds) if device.type == "cuda" else {}
+
+
+def line(shape: Shape, found: dict[str, float]) -> str:
+    """A shape's times, and what they are beside cuBLAS's, as a row of Markdown."""
+    if not found:
+        return f"{shape}: right, by {' and '.join(SCHEDULES)}"
+    cells = [f"{found['gemm']:.1f}", *(f"{us:.1f} ({us / found['gemm'] - 1:+.1%})" for name, us in found.items() if name != "gemm")]
+    return f"| {shape} | {' | '.join(cells)} |"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command.Parser(
+        prog="python -m fluxlike alone",
+        description="What a call costs beside its product, on one GPU that plays one rank of several (protocol: the module).",
+        epilog="Exit status: 1 if a result is wrong.",
+    )
+    parser.add_argument("op", choices=("gemm_rs", "ag_gemm"))
+    command.add_shapes(parser, suites=SUITES)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks that the shapes are spread over (4)")
+    parser.add_argument("--rounds", type=int, default=15, help="timings of each method (15)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, with the machine's")
+    command.add_dtype(parser)
+    asked = parser.parse_args(argv)
+    if asked.ranks < 2 or asked.rounds < 1:
+        parser.error(f"--ranks {asked.ranks} --rounds {asked.rounds}: give two ranks or more, and one round or more")
+    command.choose_suite(parser, asked, torch.cuda.is_available(), PROBLEMS[asked.op])
+    command.writable(parser, asked.json, "--json", file=True)
+    return asked
+
+
+def main(argv: list[str] | None = None) -> int:
+    asked = parse(argv)
+    cuda, rows = torch.cuda.is_available(), []
+    stamp = bench_report.environment(command.arguments(argv), "alone")
+    if cuda:
+        print(f"{asked.op} of {asked.ranks} ranks, µs (beside the product alone)")
+        print(f"| M×N×K | gemm | one rank | {' | '.join(SCHEDULES)} |")
+        print(f"|{'---|' * (3 + len(SCHEDULES))}")
+    for shape in asked.shapes or SUITES[asked.suite][asked.op]:
+        try:
+            found = measure(asked.op, shape, asked.ranks, getattr(torch, asked.dtype), asked.rounds)
+        except (RuntimeError, ValueError) as error:
+            print(f"alone: {shape}: {error}", file=sys.stderr)
+            return 1
+        rows.append({"shape": list(shape), "us": found})
+        print(line(shape, found), flush=True)
+    if asked.json:
+        how = {name: getattr(asked, name) for name in ("op", "ranks", "dtype", "rounds")}
+        Path(asked.json).write_text(json.dumps(how | {"results": rows, "environment": stamp}, indent=1) + "\n")
+    return 0

@@ -1,0 +1,50 @@
+"""One process as one rank of several: right results, and nobody is waited for."""
+
+import json
+
+import pytest
+import torch
+
+import fluxlike
+from fluxlike.runtime import alone, world
+from fluxlike.tools import alone as tool
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_results_are_those_of_the_rank(op, tmp_path, capsys):
+    path = tmp_path / "record.json"
+    assert tool.main([op, "--shapes", "96x64x64,130x96x80", "--ranks", "3", "--rounds", "2", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [row["shape"] for row in record["results"]] == [[96, 64, 64], [130, 96, 80]] and record["ranks"] == 3
+    said = capsys.readouterr().out
+    assert ("one rank" if torch.cuda.is_available() else "96×64×64: right") in said and not world.is_initialized()
+
+
+def test_a_wrong_result_is_told(monkeypatch, capsys):
+    right = fluxlike.gemm_rs
+    monkeypatch.setattr(fluxlike, "gemm_rs", lambda *given: right(*given) * 1.1)
+    assert tool.main(["gemm_rs", "--shapes", "96x64x64", "--rounds", "1"]) == 1
+    assert "96×64×64: gemm_rs by copy_engine: the result is" in capsys.readouterr().err
+
+
+def test_signals_are_waited_for(monkeypatch):
+    """Without those that are given beforehand a call ends in the time-out: the kernels are those that look."""
+    monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", "0.3")
+    with alone.playing(2) as device:
+        operand = torch.ones(64, 64, device=device, dtype=torch.bfloat16)
+        ctx = tool.context("gemm_rs", tool.Shape(64, 64, 128), torch.bfloat16, "in_kernel")
+        with pytest.raises(fluxlike.PeerTimeout):
+            fluxlike.gemm_rs(operand, operand, ctx)
+            ctx.check()
+
+
+def test_a_rank_is_not_played_in_a_world(monkeypatch):
+    monkeypatch.setattr(world, "_world", object())
+    with pytest.raises(RuntimeError, match="is a rank of fluxlike already"), alone.playing(2):
+        pass
+
+
+def test_what_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        tool.main(["gemm_rs", "--ranks", "1"])
+    assert "give two ranks or more" in capsys.readouterr().err
