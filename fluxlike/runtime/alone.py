@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from ..kernels import sync
 from . import driver, world
 from .cpu import CpuExecutor
 from .cuda import CudaExecutor
 from .dry import DryEngine, DryWorld
 from .heap import SymmetricHeap
-
-#: Larger than the number of any call.
-_EVERY_CALL = 1 << 40
 
 
 class AloneSegment:
@@ -94,14 +90,3 @@ def playing(ranks: int) -> Iterator[torch.device]:
         for ctx in list(made.contexts):
             ctx.close()
         world._world = before  # type: ignore[assignment]
-
-
-def satisfied(ctx: Any) -> Callable[[], None]:
-    """Gives all credits and flags of ``ctx``; what it returns gives the copy engines' flags, which each call takes back."""
-    ctx.head[sync.CONSUMED.value :] = _EVERY_CALL
-    ctx.flags.fill_(_EVERY_CALL)
-
-    def full() -> None:
-        ctx.full.fill_(1)
-
-    return full
