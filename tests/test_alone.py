@@ -21,10 +21,13 @@ def test_results_are_those_of_the_rank(op, tmp_path, capsys):
 
 
 def test_a_wrong_result_is_told(monkeypatch, capsys):
-    right = fluxlike.gemm_rs
-    monkeypatch.setattr(fluxlike, "gemm_rs", lambda *given: right(*given) * 1.1)
-    assert tool.main(["gemm_rs", "--shapes", "96x64x64", "--rounds", "1"]) == 1
-    assert "96×64×64: gemm_rs by copy_engine: the result is" in capsys.readouterr().err
+    """Also one that lacks a peer's part."""
+    right = {op: getattr(fluxlike, op) for op in ("gemm_rs", "ag_gemm")}
+    monkeypatch.setattr(fluxlike, "gemm_rs", lambda x, w, ctx: right["gemm_rs"](x, w, ctx) - (4 if ctx.size > 1 else 0))
+    monkeypatch.setattr(fluxlike, "ag_gemm", lambda x, w, ctx, m: right["ag_gemm"](x, w, ctx, m=m) * (1 if ctx.size == 1 else 1.1))
+    for op in right:
+        assert tool.main([op, "--shapes", "96x64x4", "--rounds", "1"]) == 1
+        assert f"96×64×4: {op} by copy_engine: the result is" in capsys.readouterr().err
 
 
 def test_signals_are_waited_for(monkeypatch):

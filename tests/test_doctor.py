@@ -255,6 +255,16 @@ def test_nvidia_smi_that_fails(tmp_path):
     assert f"nvidia-smi {said}" in problems and rows["GPUs", "nvidia-smi"] == said
 
 
+def test_a_driver_without_gpus(tmp_path, monkeypatch):
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    facts = machine.Facts()
+    machine.look_at_driver(facts, tmp_path)
+    assert facts.smi_error is None and not facts.smi_gpus
+
+
 def test_devices_that_torch_does_not_see(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):

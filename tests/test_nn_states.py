@@ -223,6 +223,15 @@ def inputs(group):
             close(gate(late)[0], gate(functional.wait_tensor(late).clone())[0], "what has not arrived")
             turned = shard[:1].transpose(1, 2).contiguous().transpose(1, 2)
             close(gate(turned)[0], gate(shard[:1])[0], "features that are not contiguous")
+    for ours in models:
+        gate = ours.gate_up if isinstance(ours, Sharded) else ours.gate
+        gradients = []
+        for view in (lambda t: t.view(shard.shape), lambda t: functional.wait_tensor(t).view(shard.shape)):
+            leaf = shard.flatten(0, 1).clone().requires_grad_()
+            parts = functional.all_gather_tensor_autograd(leaf, 0, group)[: leaf.shape[0]]
+            gate(view(parts))[0].square().sum().backward()
+            gradients.append(leaf.grad)
+        close(*gradients, "the gradient of what has not arrived")
     with torch.inference_mode():
         for ours in models:
             close(ours(shard.clone()), right, "inference mode")

@@ -305,8 +305,9 @@ class Model:
 
 class ReduceScatter(Model):
     def call(self, rank, program, call):
-        yield from self.credits(rank, call)
         previous, per_unit = None, self.unit_rows * self.tiles_n
+        if not self.copy_engine or program == min(self.programs, per_unit) - 1:
+            yield from self.credits(rank, call)
         remote = self.per_chunk * (self.ranks - 1)
         for tile in range(program, remote, self.programs):
             owner, row, column, unit = tiles.py_remote_tile(
@@ -374,14 +375,6 @@ class AllGather(Model):
         """Programs that push, and the turns that they sit out."""
         pushers = min(self.group, self.programs, rows)  # any number will do; the group's is at hand
         return pushers, 2 if pushers < self.programs else 0
-
-    def last(self, rank, call):
-        for step in range(1, self.ranks if self.copy_engine else 1):
-            source = (rank + step) % self.ranks
-            for sub in range(self.subs):
-                if self.rows(source, sub) > 0:
-                    yield "wait", ("full", rank, source, call, sub), 1
-        yield from super().last(rank, call)
 
     def engine(self, rank):
         for call in range(self.calls):

@@ -24,8 +24,13 @@ from ..runtime import world
 
 
 def arrived(x: torch.Tensor) -> torch.Tensor:
-    """x, once a collective of torch's that it comes from has been waited for: without gradients torch leaves that to its user."""
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-any-return]
+    """x, once a collective of torch's that it comes from has been waited for: without gradients torch leaves that to its user.
+
+    With them an op waits by itself; ``wait`` would cut x off from what it was computed of.
+    """
+    if isinstance(x, AsyncCollectiveTensor) and not (x.requires_grad and torch.is_grad_enabled()):
+        return x.wait()  # type: ignore[no-any-return]
+    return x
 
 
 def rows_of_shard(x: torch.Tensor) -> torch.Tensor:

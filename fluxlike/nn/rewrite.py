@@ -149,7 +149,8 @@ class Rewrite:
             self.add(prims._sink_tokens.default, [*others, token])
 
     def replace(self, collective: Node, group: str | None) -> int:
-        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was.
+        """The collective and its products by a call; how many products. Raises Left, and leaves the graph as it was, but for who is
+        asked for sizes.
 
         ``group``: the name of the one group whose collectives are replaced; None for any.
         """

@@ -114,7 +114,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
     Calls that are not compiled are refused such an x before they come here.
     """
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+    return x.contiguous() if x.dim() == 2 and x.shape[1] > 1 and x.stride(1) != 1 else x
 
 
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
@@ -322,15 +322,16 @@ def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, c
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
     """What the dispatcher would find first, and say less of; all else is checked by the call itself."""
     for name, t, dims in operands:
-        if t is not None and not isinstance(t, torch.Tensor):
+        if t is None and name == "bias":
+            continue
+        if not isinstance(t, torch.Tensor) or (dims is not None and t.dim() != dims):
             validate.readable(op, name, t, dims, world.current().device)
         if isinstance(t, DTensor):
             raise ValueError(f"{op}: {name} is a DTensor; pass {name}.to_local(); the styles of fluxlike.nn take DTensors")
     if not torch.compiler.is_compiling():
         validate.no_tangents(op, [(name, t) for name, t, _ in operands])  # the op itself gets its operands without them
-        _, x, dims = operands[0]
-        if dims == 2 and x.dim() == 2:
-            validate.in_rows(op, x)
+        if operands[0][2] == 2:
+            validate.in_rows(op, operands[0][1])
 
 
 def _no(op: str, **arguments: Any) -> None:

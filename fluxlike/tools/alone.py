@@ -4,15 +4,16 @@ Needs one GPU and no launcher. Rank 0's peers are its own memory, all signals ar
 nothing shows of how fast links are, nor of ranks that begin apart; what shows is what the kernel does besides cuBLAS's product.
 
 Protocol: shapes M×N×K of the whole problem on R ranks, normal random operands and partial sums. First each method's result is
-compared with torch's of the same operands. Then calls inside CUDA graphs of ten: the methods take turns (`ops.tuning.in_turn`)
-after half a second of work, and the figure is the median over the rounds, µs a call. `gemm` is torch.mm of what this rank
-multiplies; `one rank` our kernel in a group of one, so without signals. Each call, of torch's as well, stands behind a launch
-that fills a few words: with copy_engine those are the flags, which a call takes back. Without a GPU results are compared, and
-no time is reported.
+compared with torch's of the same operands and one number for all that peers bring. Then calls inside CUDA graphs of ten: the
+methods take turns (`ops.tuning.in_turn`) after half a second of work, and the figure is the median over the rounds, µs a call.
+`gemm` is torch.mm of what this rank multiplies; `one rank` our kernel in a group of one, so without signals. Each call, of torch's
+as well, stands behind a launch that fills a few words: with copy_engine those are the flags, which a call takes back. Without a
+GPU results are compared, and no time is reported.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -69,11 +70,15 @@ def call_of(op: str, ctx: Any, x: torch.Tensor, weight: torch.Tensor, m: int) ->
 
 
 def check(op: str, ctx: Any, call: Call, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """The result, where all slots hold zeros: this rank's part of it. Raises RuntimeError if it is not torch's."""
+    """The result, where all that the peers have brought is one number. Raises RuntimeError if it is not torch's."""
     before = ctx.data.clone()
-    ctx.data.zero_()
-    rows = -(-x.shape[0] // ctx.size) if op == "gemm_rs" else x.shape[0]
-    got, wanted = call()[:rows].double(), x[:rows].double() @ weight.double().T
+    brought = 2.0 ** round(math.log2(4 * x.shape[1] ** 0.5)) if op == "gemm_rs" else 1.0  # no less than the own part
+    ctx.data.fill_(brought)
+    got, weight = call().double(), weight.double()
+    if op == "gemm_rs":
+        wanted = x[: got.shape[0]].double() @ weight.T + brought * (ctx.size - 1)
+    else:
+        wanted = torch.cat([x.double() @ weight.T, weight.sum(1).expand(got.shape[0] - x.shape[0], -1)])
     ctx.check()
     ctx.data.copy_(before)
     error, most = (got - wanted).abs().max().item(), wanted.abs().max().item()

@@ -287,6 +287,8 @@ def look_at_driver(facts: Facts, root: Path = Path("/")) -> None:
     facts.devices = sorted(map(str, root.glob("dev/nvidia[0-9]*")))
     fields = "--query-gpu=name,compute_cap,memory.total,driver_version"
     query, facts.smi_error = _run("nvidia-smi", fields, "--format=csv,noheader")
+    if "No devices were found" in (facts.smi_error or ""):  # the driver is well
+        facts.smi_error = None
     if query is not None:
         rows = [[cell.strip() for cell in row] for row in csv.reader(query.splitlines())]
         facts.smi_gpus = [row for row in rows if len(row) == 4]
