@@ -20,7 +20,7 @@ from ranks import TORCHRUN, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import trace as kernel
-from fluxlike.kernels.tiles import py_dealt
+from fluxlike.kernels.tiles import cdiv, py_dealt, py_late_of
 from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
 from fluxlike.tools import trace as tool
@@ -86,16 +86,21 @@ def calls(request) -> list[tuple[tracing.Traced, int]]:
 
 
 def dealt(facts: dict[str, Any]) -> dict[int, int]:
-    """The program of each tile."""
-    total, programs = tracing.tile_count(facts), facts["programs"]
-    if facts["op"] == "gemm_rs":
-        return {tile: tile % programs for tile in range(total)}
+    """The program of each tile; of a shared one, that which finishes it."""
+    total, programs = sum(1 for _ in trace_events.schedule(facts)), facts["programs"]
+    whole, lanes = total - facts["cut"], max(facts["lanes"], 1)
     late, head_start = facts["pushers"], facts["head_start"]
     found = {}
     for turn, program in itertools.product(range(total + head_start), range(programs)):
         if turn >= head_start or program >= late:
             found[py_dealt(turn, program, programs, late, head_start)] = program
-    return {tile: program for tile, program in found.items() if tile < total}
+    found = {tile: program for tile, program in found.items() if tile < whole}
+    k_tiles = cdiv(facts["K"], facts["BK"])
+    steps = facts["cut"] // lanes * k_tiles
+    for tile in range(facts["cut"]):
+        share = py_late_of(tile // lanes * k_tiles, min(programs // lanes, steps), steps, facts["late"], facts["lag"])
+        found[whole + tile] = share * lanes + tile % lanes
+    return found
 
 
 def signals(facts: dict[str, Any], tile: int) -> bool:
@@ -143,7 +148,9 @@ def test_programs(calls) -> None:
             sends = scatters or program < (1 if facts["COPY_ENGINE"] else facts["pushers"])
             assert (row[CREDITS] > 0) == sends and (not sends or row[BEGIN] <= row[CREDITS] <= row[ENDING])
             assert (row[GO] > 0) == (not scatters and facts["COPY_ENGINE"] == 1 and program == 0)
-        tasks = words[total + programs :]
+        tasks, parts = words[total + programs :][: tracing.task_count(facts)], words[total + programs + tracing.task_count(facts) :]
+        assert len(parts) == (programs if facts["cut"] else 0)
+        assert all(not any(row) or 0 < row[BEGIN] <= row[COMPUTED] <= row[STORED] for row in parts)
         pushed = 0 if facts["COPY_ENGINE"] or scatters else 2  # rows of tiles
         assert len(tasks) == pushed * facts["pieces"] and sum(row[SIGNAL] > 0 for row in tasks) == pushed
         assert all(0 < row[BEGIN] <= row[STORED] for row in tasks)
@@ -272,7 +279,8 @@ def test_a_rank_without_rows(op, schedule) -> None:
         tiles = tracing.tile_count(traced.facts)
         done = sum(row[COMPUTED] > 0 for row in words_of(traced)[:tiles])
         assert done == (tiles if rank < 2 else tiles // 3 * 2)
-        assert sum(len(program.tiles) for program in trace_events.timeline(traced).programs) == done
+        spans = [span.name for program in trace_events.timeline(traced).programs for span in program.tiles]
+        assert sum(name.startswith("tile") for name in spans) == done
 
 
 # the tool

@@ -10,6 +10,10 @@ Order of work. A program takes its tiles of the own shard first, read in place f
 as they arrive in this rank's slot set ``gathered`` [2, R·chunk_rows, ld] (ld: K rounded up to 16). Every owner s sends to s-1
 first, then s-2, …: the order in which the consumers want it, and at any time every rank receives from a different one.
 
+The last wave. Where whole tiles would leave much of the GPU idle in the end, the last ``cut`` of them are shared by all programs:
+their k-steps, one tile after the other, in equal shares, as `stream_k` has it. So a call takes the waves that it has, not the next
+whole number, and the pushers, who have ``lag`` steps fewer, need not be a whole number of tiles behind the others.
+
 Who carries the shards:
 
 * COPY_ENGINE: program 0 collects the credits and lets the side stream go; copy engines push the shard to the peers, each copy
@@ -26,13 +30,17 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 * (B) ``go = 1`` (release) by program 0 → cuStreamWaitValue32 of this rank's side stream, which resets it to 0.
 * (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
 * (D) the end of the call: the last program advances the epoch and gives the credits.
+* (E) ``parts[program] = stamp`` (release) by a program that had not the beginning of a tile → ``wait_parts`` of the one that had.
+  Of this GPU only; the stamp tells calls apart, and the launches of one call. All programs must run at once: there is one a
+  multiprocessor at most. A program gives its part before it waits for another's, so they do not wait in a circle.
 
 Soundness is argued as in `gemm_rs`: written only after (C), read only after (A), words reset before (D).
 
 Several weights share one gather: one launch each; the first sends, the last ends the call. ``ag_collect_kernel`` copies the
 gathered input out for the caller; it then is the launch that ends the call.
 
-Numerics. fp32 accumulation, one rounding; nothing depends on the order of arrival.
+Numerics. fp32 accumulation, one rounding; nothing depends on the order of arrival. Parts are added in the order of k, and shares
+depend on sizes and the number of programs only, so repeats give the same bits.
 
 Measured: docs/performance.md.
 """
@@ -42,6 +50,7 @@ import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, multiply_add, sixteens, store_block, vectorised
 from .lang import drain_stores, is_interp, tma_acquire, used_rows
+from .stream_k import LAUNCHES, keep_part, store_tile, wait_parts
 from .sync import (
     EPOCH,
     WAIT_SHARD,
@@ -54,7 +63,7 @@ from .sync import (
     wait,
     wait_credits,
 )
-from .tiles import dealt, own_tile, remote_tile, turns_before
+from .tiles import dealt, late_of, late_start, own_tile, remote_tile, turns_before
 from .trace import COMPUTED, CREDITS, END, ENDING, GO, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
@@ -131,25 +140,105 @@ def wait_rows(
         wait(flags + source * max_flags + tile_m, tl.where(valid > 0, epoch, 0), ctl, rank, WAIT_SHARD, source, R)
 
 
+@triton.jit
+def load_gathered(
+    gathered, gathered_ptr, slot, source, tile_m, k, M, K, ld, set_elements, chunk_rows,
+    BM: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Block [BM, BK] of row of tiles ``tile_m`` of ``source``'s shard. The next rows are of a shard that was not waited for."""
+    last_row = tl.minimum(source * chunk_rows + chunk_rows, M)
+    if TMA:
+        if is_interp():
+            used_rows(last_row - source * chunk_rows - tile_m * BM)
+        return tl.reshape(gathered.load([slot, source * chunk_rows + tile_m * BM, k]), (BM, BK))
+    else:
+        there = gathered_ptr + slot.to(tl.int64) * set_elements
+        return load_a(there, source * chunk_rows + tile_m * BM, k, last_row, K, ld, BM, BK, False)
+
+
+@triton.jit
+def share_tiles(
+    x, gathered, gathered_ptr, w, bias, out_ptr, work, parts, full, flags, ctl,
+    M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
+    own_tiles, unit_tiles_m, tiles_n, first, cut, lanes, late, lag, trace_parts,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
+    TRACE: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the ``cut`` tiles from number ``first`` on, the last of all: other ranks', or with R = 1 the own.
+
+    Every ``lanes``-th of them is a lane, and all lanes are cut at the same steps. As tiles that follow each other are in the same
+    columns, the programs of a share then read the same blocks of the weight at the same time, from the L2 cache but for one.
+    """
+    program = tl.program_id(0)
+    lane = program % lanes
+    share = program // lanes
+    k_tiles = tl.cdiv(K, BK)
+    steps = cut // lanes * k_tiles
+    count = tl.maximum(tl.minimum(tl.num_programs(0) // lanes, steps), 1)
+    begin = tl.minimum(late_start(share, count, steps, late, lag), steps)
+    end = tl.minimum(late_start(share + 1, count, steps, late, lag), steps)
+    for place in range(begin // k_tiles, tl.cdiv(end, k_tiles)):
+        k_begin = tl.maximum(begin - place * k_tiles, 0)
+        k_end = tl.minimum(end - place * k_tiles, k_tiles)
+        number = first + place * lanes + lane
+        trace_row = tl.where(k_begin > 0, trace_parts + program, number)
+        record_begin(ctl, trace_row, program, R, TRACE)
+        if R == 1:
+            source = rank
+            tile_m, tile_n, unit = own_tile(number, unit_tiles_m, tiles_n, S, GROUP_M)
+        else:
+            source, tile_m, tile_n, unit = remote_tile(number - own_tiles, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
+            wait_rows(
+                full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags, R, S, BM, COPY_ENGINE
+            )  # fmt: skip
+            record(ctl, trace_row, WAITS + 1, R, TRACE)
+            tma_acquire(TMA)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(k_begin, k_end):
+            if R == 1:
+                a = load_a(x, tile_m * BM, k * BK, rows, K, stride_x, BM, BK, TMA)
+            else:
+                a = load_gathered(
+                    gathered, gathered_ptr, slot, source, tile_m, k * BK, M, K, ld, set_elements, chunk_rows, BM, BK, TMA
+                )  # fmt: skip
+            b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
+            acc = multiply_add(a, b, acc)
+        record(ctl, trace_row, COMPUTED, R, TRACE)
+        if k_begin > 0:
+            keep_part(acc, work, program, 0, BM, BN, BN)
+            publish_set(parts + program, stamp, TMA_OUT)  # (E)
+        else:
+            last = late_of((place + 1) * k_tiles - 1, count, steps, late, lag) * lanes + lane
+            wait_parts(parts, program + lanes, last, lanes, stamp, ctl, rank, R)  # (E)
+            here = out_ptr + source.to(tl.int64) * chunk_rows * N
+            valid = tl.minimum(chunk_rows, M - source * chunk_rows)
+            store_tile(
+                acc, work, program + lanes, last, lanes, bias, here, tile_m * BM, tile_n * BN, 0, valid, N, BM, BN, BN, False, BIAS
+            )  # fmt: skip
+        record(ctl, trace_row, STORED, R, TRACE)
+
+
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "first_launch", "last_launch", "pushers", "pieces", "head_start"]
+_NUMBERS += ["chunk_rows", "rows", "launch", "last_launch", "pushers", "pieces", "head_start", "cut", "lanes", "late", "lag"]
 _NUMBERS += ["rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
-    x, x_ptr, gathered, gathered_ptr, w, bias, out, go, pushed, full, flags, ctl,
+    x, x_ptr, gathered, gathered_ptr, w, bias, out, out_ptr, go, pushed, work, parts, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, first_launch, last_launch, pushers, pieces, head_start, rank, slot,
+    chunk_rows, rows, launch, last_launch, pushers, pieces, head_start, cut, lanes, late, lag, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    BIAS: tl.constexpr, TRACE: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
-    ``rows``: of this rank's shard; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
-    TRACE it writes down what happens when (`trace`).
+    ``launch``: number of this launch in its call; the first sends. ``rows``: of this rank's shard; ``max_flags``: flags a source
+    has; ``set_elements``: from one slot set to the other. SHARED: ``cut`` is not 0. With TRACE it writes down what happens when
+    (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
@@ -167,7 +256,7 @@ def ag_gemm_kernel(
     dtype = x_ptr.dtype.element_ty
     me = per_chunk * R + program  # the row of this program in what is traced
     record_program(ctl, me, R, TRACE)
-    if first_launch != 0:  # it sends
+    if (launch == 0) & (R > 1):  # it sends
         if COPY_ENGINE:
             if program == 0:
                 wait_credits(ctl, slot, rank, R)  # (C)
@@ -183,7 +272,8 @@ def ag_gemm_kernel(
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)
-    own_end = turns_before(own_tiles, program, programs, pushers, head_start)
+    whole = own_tiles + per_chunk * (R - 1) - cut  # tiles that one program computes
+    own_end = turns_before(tl.minimum(own_tiles, whole), program, programs, pushers, head_start)
     done = turns_before(0, program, programs, pushers, head_start) - 1
     for turn in tl.range(done + 1, own_end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start)
@@ -206,7 +296,7 @@ def ag_gemm_kernel(
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, rows, N, N, BM, BN)
         record(ctl, tile, STORED, R, TRACE)
 
-    end = turns_before(own_tiles + per_chunk * (R - 1), program, programs, pushers, head_start)
+    end = turns_before(whole, program, programs, pushers, head_start)
     done = own_end - 1
     for turn in tl.range(own_end, end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
@@ -219,15 +309,10 @@ def ag_gemm_kernel(
         record(ctl, own_tiles + tile, WAITS + 1, R, TRACE)
         tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
-        last_row = tl.minimum(source * chunk_rows + chunk_rows, M)  # the next rows are of a shard that was not waited for
         for k in range(k_tiles):
-            if TMA:
-                if is_interp():
-                    used_rows(last_row - source * chunk_rows - tile_m * BM)
-                a = tl.reshape(gathered.load([slot, source * chunk_rows + tile_m * BM, k * BK]), (BM, BK))
-            else:
-                there = gathered_ptr + slot.to(tl.int64) * set_elements
-                a = load_a(there, source * chunk_rows + tile_m * BM, k * BK, last_row, K, ld, BM, BK, False)
+            a = load_gathered(
+                gathered, gathered_ptr, slot, source, tile_m, k * BK, M, K, ld, set_elements, chunk_rows, BM, BK, TMA
+            )  # fmt: skip
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = multiply_add(a, b, acc)
         done += 1
@@ -243,6 +328,14 @@ def ag_gemm_kernel(
             store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
         record(ctl, own_tiles + tile, STORED, R, TRACE)
 
+    if SHARED:
+        share_tiles(
+            x, gathered, gathered_ptr, w, bias, out_ptr, work, parts, full, flags, ctl,
+            M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch,
+            epoch * LAUNCHES + launch, own_tiles, unit_tiles_m, tiles_n, whole, cut, lanes, late, lag,
+            per_chunk * R + programs + tl.cdiv(rows, BM) * pieces,
+            R, S, BM, BN, BK, GROUP_M, COPY_ENGINE, TMA, TMA_OUT, W_IS_KN, BIAS, TRACE,
+        )  # fmt: skip
     record(ctl, me, ENDING, R, TRACE)
     if last_launch != 0:
         end_call(full, ctl, M, epoch, slot, rank, chunk_rows, unit_rows, N > 0, R, S, COPY_ENGINE, TMA)

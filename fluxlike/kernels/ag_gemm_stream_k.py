@@ -32,14 +32,11 @@ import triton
 import triton.language as tl
 
 from .ag_gemm import push_shard
-from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, vectorised
+from .blocks import load_a, load_b, multiply_add, sixteens, vectorised
 from .lang import is_interp, tma_acquire, used_rows
-from .stream_k import PIECE, add_parts, keep_part, wait_parts
+from .stream_k import LAUNCHES, keep_part, store_tile, wait_parts
 from .sync import EPOCH, WAIT_SHARD, finish, is_last_program, publish_set, wait, wait_credits
 from .tiles import grouped, late_of, late_start
-
-#: Launches of a call, one a weight, that a stamp can tell apart.
-LAUNCHES = tl.constexpr(1 << 16)
 
 
 @triton.jit
@@ -59,42 +56,6 @@ def wait_tile(flags, ctl, M, epoch, rank, tile_m, chunk_rows, max_flags, R: tl.c
 
 
 @triton.jit
-def _store_piece(
-    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    value = add_parts(value, work, first_part, last_part, column, BM, BN, TILE)
-    value = add_bias(value, bias, tile_column + column, N, BN, BIAS).to(bias.dtype.element_ty)
-    if TMA_OUT:
-        out.store([row, tile_column + column], value)
-    else:
-        r = row + tl.arange(0, BM)
-        c = tile_column + column + tl.arange(0, BN)
-        tl.store(out + r[:, None].to(tl.int64) * N + c[None, :], value, mask=(r[:, None] < M) & (c[None, :] < N))
-
-
-@triton.jit
-def store_tile(
-    value, work, first_part, last_part, bias, out, row, tile_column, column, M, N,
-    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """Columns ``column`` … of a tile at (row, tile_column), with its parts and the bias added, to out [M, N]."""
-    if BN > PIECE:
-        left, right = halves(value, BM, BN)
-        _store_piece(
-            left, work, first_part, last_part, bias, out, row, tile_column, column, M, N, BM, BN // 2, TILE, TMA_OUT, BIAS
-        )  # fmt: skip
-        _store_piece(
-            right, work, first_part, last_part, bias, out, row, tile_column, column + BN // 2, M, N,
-            BM, BN // 2, TILE, TMA_OUT, BIAS,
-        )  # fmt: skip
-    else:
-        _store_piece(
-            value, work, first_part, last_part, bias, out, row, tile_column, column, M, N, BM, BN, TILE, TMA_OUT, BIAS
-        )  # fmt: skip
-
-
-@triton.jit
 def shares(
     x, gathered, gathered_ptr, w, bias, out, work, parts, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
@@ -103,7 +64,6 @@ def shares(
     TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """This program's share of the ``height`` rows of tiles from ``first`` on. OWN: they are of this shard only, and read from x."""
-    HALF: tl.constexpr = BN // 2
     program = tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
     k_tiles = tl.cdiv(K, BK)
@@ -131,22 +91,19 @@ def shares(
                 a = load_a(gathered_ptr + slot.to(tl.int64) * set_elements, tile_m * BM, k * BK, M, K, ld, BM, BK, False)
             b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
             acc = multiply_add(a, b, acc)
-        left, right = halves(acc, BM, BN)
         if OWN:
             part = program
         else:
             part = tl.num_programs(0) + program
         if k_begin > 0:
-            keep_part(left, work, part, 0, BM, HALF, BN)
-            keep_part(right, work, part, HALF, BM, HALF, BN)
+            keep_part(acc, work, part, 0, BM, BN, BN)
             publish_set(parts + part, stamp, TMA_OUT)  # (B)
         else:
             last = part - program + late_of((tile + 1) * k_tiles - 1, count, steps, late, lag)
-            wait_parts(parts, part + 1, last, stamp, ctl, rank, R)  # (B)
-            row = tile_m * BM
-            column = tile_n * BN
-            store_tile(left, work, part + 1, last, bias, out, row, column, 0, M, N, BM, HALF, BN, TMA_OUT, BIAS)
-            store_tile(right, work, part + 1, last, bias, out, row, column, HALF, M, N, BM, HALF, BN, TMA_OUT, BIAS)
+            wait_parts(parts, part + 1, last, 1, stamp, ctl, rank, R)  # (B)
+            store_tile(
+                acc, work, part + 1, last, 1, bias, out, tile_m * BM, tile_n * BN, 0, M, N, BM, BN, BN, TMA_OUT, BIAS
+            )  # fmt: skip
 
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]

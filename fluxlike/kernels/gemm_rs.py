@@ -59,6 +59,7 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, halves, load_a, load_b, multiply_add, sixteens, store_block, vectorised
+from .stream_k import PIECE, add_parts, keep_part, wait_parts
 from .sync import (
     EPOCH,
     SCRATCH,
@@ -73,7 +74,7 @@ from .sync import (
     wait,
     wait_credits,
 )
-from .tiles import dealt_between, own_tile, remote_tile
+from .tiles import dealt_between, own_tile, remote_tile, share_of, share_start
 from .trace import COMPUTED, CREDITS, END, ENDING, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
@@ -116,26 +117,120 @@ def publish_unit(ready, tile, per_unit, program, programs, TMA: tl.constexpr):
     publish_add(ready + unit, dealt_between(unit * per_unit, (unit + 1) * per_unit, program, programs), TMA)
 
 
+@triton.jit
+def wait_partials(
+    full, flags, ctl, epoch, slot, rank, rows, row, unit, number, max_flags, traced,
+    R: tl.constexpr, COPY_ENGINE: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """(B): wait for the peers' partials of own tile ``number``, which begins at ``row`` of the chunk, in sub-chunk ``unit``."""
+    for step in tl.static_range(1, R):
+        source = (rank + step) % R
+        if COPY_ENGINE:
+            signal = full_flag(full, slot, source, unit, R)
+            wait(signal, tl.where(row < rows, 1, 0), ctl, rank, WAIT_PARTIAL, source, R)
+        else:
+            signal = flags + source * max_flags + number
+            wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
+        record(ctl, traced, WAITS + step, R, TRACE)
+
+
+@triton.jit
+def finish_piece(
+    value, work, first_part, last_part, lanes, bias, out_ptr, stage, slot, pitch, row, tile_column, column, rank, rows, N, ld,
+    set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Columns ``column`` … of a tile at (row, tile_column) of the own chunk: its parts, bias and partials added, and stored."""
+    if BN > PIECE:
+        left, right = halves(value, BM, BN)
+        finish_piece(
+            left, work, first_part, last_part, lanes, bias, out_ptr, stage, slot, pitch, row, tile_column, column, rank, rows, N,
+            ld, set_elements, R, BM, BN // 2, TILE, BIAS,
+        )  # fmt: skip
+        finish_piece(
+            right, work, first_part, last_part, lanes, bias, out_ptr, stage, slot, pitch, row, tile_column, column + BN // 2, rank,
+            rows, N, ld, set_elements, R, BM, BN // 2, TILE, BIAS,
+        )  # fmt: skip
+    else:
+        value = add_parts(value, work, first_part, last_part, lanes, column, BM, BN, TILE)
+        column += tile_column
+        value = add_bias(value, bias, column, N, BN, BIAS)
+        r = row + tl.arange(0, BM)
+        columns = column + tl.arange(0, BN)
+        inside = (r[:, None] < rows) & (columns[None, :] < ld)
+        for step in tl.static_range(1, R):
+            at = stage + slot.to(tl.int64) * set_elements + slot_start(rank + step, pitch, ld, R)
+            value += tl.load(at + r[:, None].to(tl.int64) * ld + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        store_block(out_ptr, value.to(out_ptr.dtype.element_ty), row, column, rows, N, N, BM, BN)
+
+
+@triton.jit
+def share_tiles(
+    x, w, bias, out_ptr, stage, work, parts, full, flags, ctl,
+    M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, pitch, rank, slot, epoch,
+    unit_tiles_m, tiles_n, first, cut, lanes, traced_tiles, traced_parts,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr, TRACE: tl.constexpr,
+):  # fmt: skip
+    """This program's share of the last ``cut`` own tiles, from number ``first`` on; lanes are those of `ag_gemm.share_tiles`."""
+    program = tl.program_id(0)
+    lane = program % lanes
+    share = program // lanes
+    k_tiles = tl.cdiv(K, BK)
+    steps = cut // lanes * k_tiles
+    count = tl.maximum(tl.minimum(tl.num_programs(0) // lanes, steps), 1)
+    begin = tl.minimum(share_start(share, count, steps), steps)
+    end = tl.minimum(share_start(share + 1, count, steps), steps)
+    for place in range(begin // k_tiles, tl.cdiv(end, k_tiles)):
+        k_begin = tl.maximum(begin - place * k_tiles, 0)
+        k_end = tl.minimum(end - place * k_tiles, k_tiles)
+        tile = first + place * lanes + lane
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
+        row = tile_m * BM
+        traced = tl.where(k_begin > 0, traced_parts + program, traced_tiles + tile)
+        record_begin(ctl, traced, program, R, TRACE)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(k_begin, k_end):
+            a = load_a(x, rank * chunk_rows + row, k * BK, M, K, stride_x, BM, BK, TMA)
+            b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
+            acc = multiply_add(a, b, acc)
+        record(ctl, traced, COMPUTED, R, TRACE)
+        if k_begin > 0:
+            keep_part(acc, work, program, 0, BM, BN, BN)
+            publish_set(parts + program, epoch, TMA)  # (E)
+        else:
+            last = share_of((place + 1) * k_tiles - 1, count, steps) * lanes + lane
+            wait_partials(
+                full, flags, ctl, epoch, slot, rank, rows, row, unit, tile_m * tiles_n + tile_n, max_flags, traced,
+                R, COPY_ENGINE, TRACE,
+            )  # fmt: skip
+            wait_parts(parts, program + lanes, last, lanes, epoch, ctl, rank, R)  # (E)
+            finish_piece(
+                acc, work, program + lanes, last, lanes, bias, out_ptr, stage, slot, pitch, row, tile_n * BN, 0, rank, rows, N, ld,
+                set_elements, R, BM, BN, BN, BIAS,
+            )  # fmt: skip
+        record(ctl, traced, STORED, R, TRACE)
+
+
 #: Steps of a main loop in which the store of a tile to this GPU's memory is expected to complete; the publication waits for it.
 PUBLISH_AFTER = tl.constexpr(6)
 
 _NUMBERS = ["M", "N", "K", "stride_x", "stride_w", "ld", "set_elements", "max_flags"]
-_NUMBERS += ["chunk_rows", "rows", "pitch", "rank", "slot"]
+_NUMBERS += ["chunk_rows", "rows", "pitch", "cut", "lanes", "rank", "slot"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def gemm_rs_kernel(
-    x, w, bias, out, local, stage, ready, full, flags, ctl,
+    x, w, bias, out, out_ptr, local, stage, ready, work, parts, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
-    chunk_rows, rows, pitch, rank, slot,
+    chunk_rows, rows, pitch, cut, lanes, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    BIAS: tl.constexpr, TRACE: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """One call. With TMA, x, w, local (and out with TMA_OUT) are descriptors, else pointers; sizes in elements.
 
-    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. With
-    TRACE it writes down what happens when (`trace`).
+    ``rows``: of this rank's chunk; ``max_flags``: flags a source has; ``set_elements``: from one slot set to the other. SHARED:
+    ``cut`` is not 0. With TRACE it writes down what happens when (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
@@ -207,7 +302,7 @@ def gemm_rs_kernel(
     own_tiles = tl.where(rows > 0, per_chunk, 0)
     first = (program - remote_tiles % programs + programs) % programs
     done = first - programs
-    for tile in tl.range(first, own_tiles, programs, flatten=True):
+    for tile in tl.range(first, own_tiles - cut, programs, flatten=True):
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record_begin(ctl, remote_tiles + tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -220,15 +315,10 @@ def gemm_rs_kernel(
         row = tile_m * BM
         column = tile_n * BN
         record(ctl, remote_tiles + done, COMPUTED, R, TRACE)
-        for step in tl.static_range(1, R):  # (B)
-            source = (rank + step) % R
-            if COPY_ENGINE:
-                signal = full_flag(full, slot, source, unit, R)
-                wait(signal, tl.where(row < rows, 1, 0), ctl, rank, WAIT_PARTIAL, source, R)
-            else:
-                signal = flags + source * max_flags + tile_m * tiles_n + tile_n
-                wait(signal, tl.where(row < rows, epoch, 0), ctl, rank, WAIT_PARTIAL, source, R)
-            record(ctl, remote_tiles + done, WAITS + step, R, TRACE)
+        wait_partials(
+            full, flags, ctl, epoch, slot, rank, rows, row, unit, tile_m * tiles_n + tile_n, max_flags, remote_tiles + done,
+            R, COPY_ENGINE, TRACE,
+        )  # fmt: skip
         acc = add_bias(acc, bias, column, N, BN, BIAS)
         # by halves, so that accumulator and partial fit in registers together
         left, right = halves(acc, BM, BN)
@@ -245,6 +335,14 @@ def gemm_rs_kernel(
         else:
             store_block(out, right.to(dtype), row, column, rows, N, N, BM, HALF)
         record(ctl, remote_tiles + done, STORED, R, TRACE)
+
+    if SHARED:
+        share_tiles(
+            x, w, bias, out_ptr, stage, work, parts, full, flags, ctl,
+            M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, pitch, rank, slot, epoch,
+            unit_tiles_m, tiles_n, own_tiles - cut, cut, lanes, remote_tiles, per_chunk * R + programs,
+            R, S, BM, BN, BK, GROUP_M, COPY_ENGINE, TMA, W_IS_KN, BIAS, TRACE,
+        )  # fmt: skip
 
     # ---- the end of the call ----------------------------------------------------------------------------------------
     record(ctl, me, ENDING, R, TRACE)

@@ -55,23 +55,6 @@ def _store_rows(to, value, row, column, rows, ld, BM: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _scatter_piece(
-    value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
-    set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    value = add_parts(value, work, first_part, last_part, column, BM, BN, TILE)
-    slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
-    for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
-        rows = tl.minimum(chunk_rows, M - owner * chunk_rows)
-        if owner == rank:
-            _store_rows(own, value, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
-        else:
-            there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
-            sent = value.to(stage_ptr.dtype.element_ty)
-            _store_rows(there, sent, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
-
-
-@triton.jit
 def scatter(
     value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
     set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr,
@@ -82,19 +65,25 @@ def scatter(
     """
     if BN > PIECE:
         left, right = halves(value, BM, BN)
-        _scatter_piece(
+        scatter(
             left, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch,
             ld, set_elements, R, BM, BN // 2, TILE,
         )  # fmt: skip
-        _scatter_piece(
+        scatter(
             right, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column + BN // 2, M, slot, rank, chunk_rows,
             pitch, ld, set_elements, R, BM, BN // 2, TILE,
         )  # fmt: skip
     else:
-        _scatter_piece(
-            value, work, first_part, last_part, own, stage_ptr, ctl, row, tile_column, column, M, slot, rank, chunk_rows, pitch, ld,
-            set_elements, R, BM, BN, TILE,
-        )  # fmt: skip
+        value = add_parts(value, work, first_part, last_part, 1, column, BM, BN, TILE)
+        slot_start = slot.to(tl.int64) * set_elements + rank.to(tl.int64) * pitch * ld
+        for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
+            rows = tl.minimum(chunk_rows, M - owner * chunk_rows)
+            if owner == rank:
+                _store_rows(own, value, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
+            else:
+                there = peer_address(stage_ptr, ctl, rank, owner) + slot_start
+                sent = value.to(stage_ptr.dtype.element_ty)
+                _store_rows(there, sent, row - owner * chunk_rows, tile_column + column, rows, ld, BM, BN)
 
 
 @triton.jit
@@ -158,7 +147,6 @@ def gemm_rs_stream_k_kernel(
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
     set_elements = sixteens(set_elements)
-    HALF: tl.constexpr = BN // 2
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     epoch = tl.load(ctl + EPOCH) + 1
@@ -187,24 +175,17 @@ def gemm_rs_stream_k_kernel(
                 a = load_a(x, tile_m * BM, k * BK, M, K, stride_x, BM, BK, TMA)
                 b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
                 acc = multiply_add(a, b, acc)
-            left, right = halves(acc, BM, BN)
             part = phase * programs + program
             if k_begin > 0:
-                keep_part(left, work, part, 0, BM, HALF, BN)
-                keep_part(right, work, part, HALF, BM, HALF, BN)
+                keep_part(acc, work, part, 0, BM, BN, BN)
                 publish_set(parts + part, epoch, False)  # (A)
             else:
                 last_part = phase * programs + share_of((tile + 1) * k_tiles - 1, shares, steps)
-                wait_parts(parts, part + 1, last_part, epoch, ctl, rank, R)  # (A)
+                wait_parts(parts, part + 1, last_part, 1, epoch, ctl, rank, R)  # (A)
                 row = tile_m * BM
-                column = tile_n * BN
                 scatter(
-                    left, work, part + 1, last_part, own, stage_ptr, ctl, row, column, 0, M, slot, rank, chunk_rows, pitch, ld,
-                    set_elements, R, BM, HALF, BN,
-                )  # fmt: skip
-                scatter(
-                    right, work, part + 1, last_part, own, stage_ptr, ctl, row, column, HALF, M, slot, rank, chunk_rows, pitch, ld,
-                    set_elements, R, BM, HALF, BN,
+                    acc, work, part + 1, last_part, own, stage_ptr, ctl, row, tile_n * BN, 0, M, slot, rank, chunk_rows, pitch, ld,
+                    set_elements, R, BM, BN, BN,
                 )  # fmt: skip
                 for owner in range(row // chunk_rows, (tl.minimum(row + BM, M) - 1) // chunk_rows + 1):
                     number = (tile_m - owner * chunk_rows // BM) * tiles_n + tile_n

@@ -13,11 +13,13 @@ of ``parts``. Programs wait for each other, so all of them must run at once: a l
 import triton
 import triton.language as tl
 
-from .blocks import halves
+from .blocks import add_bias, halves, store_block
 from .sync import WAIT_PART, wait
 
 #: Columns of a block on its way from the accumulator to memory, at most: a whole tile in another layout would not fit in registers.
 PIECE = tl.constexpr(64)
+#: Launches of a call, one a weight, that a stamp can tell apart.
+LAUNCHES = tl.constexpr(1 << 16)
 
 
 @triton.jit
@@ -32,22 +34,47 @@ def keep_part(value, work, part, column, BM: tl.constexpr, BN: tl.constexpr, TIL
     """Store columns ``column`` … of a part. Another multiprocessor reads it, so the level-1 cache is passed by."""
     if BN > PIECE:
         left, right = halves(value, BM, BN)
-        tl.store(_at(work, part, column, BM, BN // 2, TILE), left, cache_modifier=".cg")
-        tl.store(_at(work, part, column + BN // 2, BM, BN // 2, TILE), right, cache_modifier=".cg")
+        keep_part(left, work, part, column, BM, BN // 2, TILE)
+        keep_part(right, work, part, column + BN // 2, BM, BN // 2, TILE)
     else:
         tl.store(_at(work, part, column, BM, BN, TILE), value, cache_modifier=".cg")
 
 
 @triton.jit
-def wait_parts(parts, first, last, stamp, ctl, rank, R: tl.constexpr):
-    """Until parts ``first`` … ``last`` of one tile are there."""
-    for part in range(first, last + 1):
+def wait_parts(parts, first, last, step, stamp, ctl, rank, R: tl.constexpr):
+    """Until parts ``first``, ``first`` + ``step``, … ``last`` of one tile are there."""
+    for part in range(first, last + 1, step):
         wait(parts + part, stamp, ctl, rank, WAIT_PART, rank, R)
 
 
 @triton.jit
-def add_parts(value, work, first, last, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
-    """value + columns ``column`` … of parts ``first`` … ``last``. BN ≤ PIECE."""
-    for part in range(first, last + 1):
+def add_parts(value, work, first, last, step, column, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr):
+    """value + columns ``column`` … of parts ``first``, ``first`` + ``step``, … ``last``. BN ≤ PIECE."""
+    for part in range(first, last + 1, step):
         value += tl.load(_at(work, part, column, BM, BN, TILE), cache_modifier=".cg")
     return value
+
+
+@triton.jit
+def store_tile(
+    value, work, first_part, last_part, step, bias, out, row, tile_column, column, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, TMA_OUT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Columns ``column`` … of a tile at (row, tile_column), with its parts and the bias added, to out [M, N]."""
+    if BN > PIECE:
+        left, right = halves(value, BM, BN)
+        store_tile(
+            left, work, first_part, last_part, step, bias, out, row, tile_column, column, M, N,
+            BM, BN // 2, TILE, TMA_OUT, BIAS,
+        )  # fmt: skip
+        store_tile(
+            right, work, first_part, last_part, step, bias, out, row, tile_column, column + BN // 2, M, N,
+            BM, BN // 2, TILE, TMA_OUT, BIAS,
+        )  # fmt: skip
+    else:
+        value = add_parts(value, work, first_part, last_part, step, column, BM, BN, TILE)
+        value = add_bias(value, bias, tile_column + column, N, BN, BIAS).to(bias.dtype.element_ty)
+        if TMA_OUT:
+            out.store([row, tile_column + column], value)
+        else:
+            store_block(out, value, row, tile_column + column, M, N, N, BM, BN)

@@ -77,21 +77,23 @@ def dealt_between(first, end, program, programs):
 def dealt(turn, program, programs, late, head_start):
     """Number of the tile that ``program`` takes in its turn ``turn``.
 
-    Tiles are dealt to the programs in turn; programs 0 … late-1 have something else to do first and sit out the first
-    ``head_start`` turns. (late < programs where head_start > 0.)
+    Tiles are dealt to the programs in turn; programs 0 … late-1 have something else to do first: they sit out the first
+    ``head_start`` turns, and come behind the others in each. (late < programs where head_start > 0.)
     """
     early = programs - late
-    behind = head_start * early + (turn - head_start) * programs + program
-    return tl.where(turn < head_start, turn * early + program - late, behind)
+    place = tl.where(program < late, program + early, program - late)
+    behind = head_start * early + (turn - head_start) * programs + place
+    return tl.where(turn < head_start, turn * early + place, behind)
 
 
 @triton.jit
 def turns_before(tile, program, programs, late, head_start):
     """The first turn of ``program`` that deals it a tile numbered ``tile`` or more."""
     early = programs - late
-    head = (tl.maximum(tile - program + late, 0) + early - 1) // tl.maximum(early, 1)
+    place = tl.where(program < late, program + early, program - late)
+    head = (tl.maximum(tile - place, 0) + early - 1) // tl.maximum(early, 1)
     head = tl.where(program < late, head_start, tl.minimum(head, head_start))
-    return head + (tl.maximum(tile - head_start * early - program, 0) + programs - 1) // programs
+    return head + (tl.maximum(tile - head_start * early - place, 0) + programs - 1) // programs
 
 
 @triton.jit
@@ -171,16 +173,18 @@ def py_dealt_between(first: int, end: int, program: int, programs: int) -> int:
 def py_dealt(turn: int, program: int, programs: int, late: int, head_start: int) -> int:
     """Mirror of `dealt`."""
     early = programs - late
+    place = program + early if program < late else program - late
     if turn < head_start:
-        return turn * early + program - late
-    return head_start * early + (turn - head_start) * programs + program
+        return turn * early + place
+    return head_start * early + (turn - head_start) * programs + place
 
 
 def py_turns_before(tile: int, program: int, programs: int, late: int, head_start: int) -> int:
     """Mirror of `turns_before`."""
     early = programs - late
-    head = head_start if program < late else min(cdiv(max(tile - program + late, 0), max(early, 1)), head_start)
-    return head + cdiv(max(tile - head_start * early - program, 0), programs)
+    place = program + early if program < late else program - late
+    head = head_start if program < late else min(cdiv(max(tile - place, 0), max(early, 1)), head_start)
+    return head + cdiv(max(tile - head_start * early - place, 0), programs)
 
 
 def py_share_start(share: int, shares: int, steps: int) -> int:

@@ -8,18 +8,19 @@ Rows of a kernel with P programs and T tiles (those of all R chunks, whether or 
 
     0 … T-1     tiles, numbered in the order in which they are dealt to the programs
     T … T+P-1   programs
-    T+P …       tasks of a push
+    T+P …       tasks of a push; behind them, where the last wave is shared, P rows of parts: of the one that a program gives to
+                that which finishes the tile, where it gives one
 
 Columns; a word that stays 0 did not happen::
 
-    BEGIN     of a program or task; of a tile: its first load is about to be issued, which a pipelined loop does before the tile
-              in front of it is done
-    PLACE     of a tile or task: its program + 1; of a program: its multiprocessor + 1
-    COMPUTED  of a tile: its products are done
-    STORED    of a tile or task: its stores are issued
+    BEGIN     of a program, task or part; of a tile: its first load is about to be issued, which a pipelined loop does before the
+              tile in front of it is done
+    PLACE     of a tile, task or part: its program + 1, of a shared tile that which finishes it; of a program: its multiprocessor + 1
+    COMPUTED  of a tile or part: its products are done
+    STORED    of a tile, task or part: its stores are issued
     SIGNAL    of a tile or task: they are complete, and the word that says so is set; it may say so of earlier ones, too
-    WAITS+i   of a tile: the signal is there that it waits for as number i = 1 …; it waits from COMPUTED on, or from BEGIN if that
-              comes later than the wait (the products need what is waited for)
+    WAITS+i   of a tile or part: the signal is there that it waits for as number i = 1 …; it waits from COMPUTED on, or from BEGIN
+              if that comes later than the wait (the products need what is waited for)
     CREDITS   of a program: the peers have given their credits
     GO        of a program: it lets the copy engine begin
     ENDING    of a program: its last tile is done; only the end of the call is left

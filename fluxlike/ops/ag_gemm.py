@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..kernels import stream_k
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
 from ..runtime import racecheck
 from ..runtime.control import ControlGroup
-from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, validate
+from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -265,7 +266,7 @@ def _run(
 
         def launch(i: int) -> None:
             z, bias = results[i], biases[i]
-            plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z))
+            plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z, z))
             if beside is not None:
                 beside()
 
@@ -310,8 +311,8 @@ def _plan(
     shard, *weights = tiling.padded(operands, padded)
     launches = []
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
-        first, last = i == 0, i == len(weights) - 1 and gathered is None
-        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, full, ld, first=first, last=last))
+        last = i == len(weights) - 1 and gathered is None
+        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, full, ld, i, last))
     collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, full, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
@@ -344,9 +345,9 @@ def _plan_stream_k(
 
 def _gemms(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, chosen: choice.Choice,
-    tile: tiling.Tiling, rows: int, full: int, ld: int, *, first: bool, last: bool,
+    tile: tiling.Tiling, rows: int, full: int, ld: int, number: int, last: bool,
 ) -> list[Prepared]:  # fmt: skip
-    """The launches of a product with one weight, for each slot set; ``tile`` is the chosen one as this rank can read it."""
+    """The launches of the product with weight ``number``, for each slot set; ``tile``: the chosen one as this rank can read it."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
@@ -357,25 +358,21 @@ def _gemms(
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
-    tiles_m, tiles_n = cdiv(full, tile.bm), cdiv(n, tile.bn)
-    programs, pushers, pieces, head_start = ctx.programs(tiles_m * ranks * tiles_n), 0, 0, 0
-    if first and ranks > 1 and chosen.transport == "in_kernel":
-        programs = ctx.world.executor.programs
-        pushers, pieces, head_start = _deal(chosen.pushers, tile, programs, tiles_m, tiles_n, rows, k, ranks, x.element_size())
+    pushers = chosen.pushers if number == 0 and ranks > 1 and chosen.transport == "in_kernel" else 0
+    deal = _deal(ctx, tile, pushers, rows, full, n, k)
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
-        ctx.ready, ctx.pushed, ctx.full, ctx.flags, ctx.ctl,
+        z, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, int(first and ranks > 1), int(last), pushers, pieces, head_start,
-        ctx.rank,
+        full, rows, number, int(last), *deal[1:4], *deal.shared, ctx.rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
-        BIAS=bias is not None, TRACE=ctx.trace is not None,
+        BIAS=bias is not None, SHARED=deal.shared.cut > 0, TRACE=ctx.trace is not None,
     )  # fmt: skip
-    return [ctx.prepare(ag_gemm_kernel, programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6)) for slot in (0, 1)]
+    return [ctx.prepare(ag_gemm_kernel, deal.programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6, 7)) for slot in (0, 1)]
 
 
 def _stream_k(
@@ -391,13 +388,14 @@ def _stream_k(
             tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
         ]  # fmt: skip
     tma_out = tile.tma and tiling.is_tma_aligned(z)
+    piece = [tile.bm, min(tile.bn, stream_k.PIECE.value)]
     stored, kn = tiling.stored(w)
     programs = ctx.world.executor.programs
     pushers, pieces, lag = 0, 0, 0
     if number == 0 and ranks > 1 and rows > 0:
         pushers, pieces, lag = _push_beside(tile, programs, ctx.rank * full, rows, m, n, k, ranks, x.element_size())
     args = (
-        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, min(tile.bn // 2, 64)]) if tma_out else z,
+        *operands, z if bias is None else bias, tiling.descriptor(z, piece) if tma_out else z,
         ctx.pushed, ctx.work, ctx.parts, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, number, int(last), pushers, pieces, lag, ctx.rank,
@@ -407,7 +405,8 @@ def _stream_k(
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, BIAS=bias is not None,
         maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
-    return ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))
+    launch = ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))
+    return lambda tensors: launch(tensors[:5])  # the other kernel has the result twice
 
 
 def _push_beside(
@@ -452,24 +451,47 @@ def _collects(
     return [ctx.prepare(ag_collect_kernel, programs, (*args, slot), constants, tile, (0, 2)) for slot in (0, 1)]
 
 
-def _deal(
-    pushers: int, tile: tiling.Tiling, programs: int, tiles_m: int, tiles_n: int, rows: int, k: int, ranks: int, itemsize: int
-) -> tuple[int, int, int]:
-    """Who pushes the shard: (programs that do, pieces of a row of tiles, turns of tiles that the others take meanwhile).
+class _Deal(NamedTuple):
+    """How the tiles of a launch are spread over its programs, as `kernels.ag_gemm` and `kernels.tiles.dealt` have it.
 
-    Where the own shard has fewer tiles than there are programs, those without one push.
+    ``pushers`` programs push the shard, a row of tiles in so many ``pieces``, while the others take tiles for ``head_start`` turns.
     """
-    if rows == 0:
-        return 0, 0, 0
-    own, rows_of_tiles = tiles_m * tiles_n, cdiv(rows, tile.bm)
-    wanted = min(max(pushers, programs - own), max(1, programs // 2))
-    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
-    pushers = min(wanted, rows_of_tiles * pieces)
-    if pushers == programs:
-        return pushers, pieces, 0
-    seconds = rows * k * itemsize * (ranks - 1) / cost.PUSH_RATE
-    turns = round(seconds * cost.GEMM_RATE / (programs * 2 * tile.bm * tile.bn * k))
-    return pushers, pieces, min(max(turns, 1), cdiv(own, programs - pushers))
+
+    programs: int
+    pushers: int
+    pieces: int
+    head_start: int
+    shared: waves.Shared
+
+
+def _deal(ctx: AGGemmContext, tile: tiling.Tiling, pushers: int, rows: int, full: int, n: int, k: int) -> _Deal:
+    """``pushers``: how many the choice has; 0 where the kernel does not push."""
+    ranks, k_tiles, step = ctx.size, cdiv(k, tile.bk), cost.step_seconds(tile, ctx.dtype)
+    own, remote = (cdiv(full, tile.bm) * cdiv(n, tile.bn) * there for there in (int(rows > 0), ranks - 1))
+    programs, pieces, push = ctx.programs(own + remote), 0, 0
+    if pushers:
+        programs = ctx.world.executor.programs
+        # where the own shard has fewer tiles than there are programs, those without one push
+        wanted, rows_of_tiles = min(max(pushers, programs - own), max(1, programs // 2)), cdiv(rows, tile.bm)
+        pieces = max(1, min(cdiv(wanted, max(1, rows_of_tiles)), cdiv(k, PUSH_COLUMNS)))
+        pushers = min(wanted, rows_of_tiles * pieces)
+        push = round(rows * k * ctx.dtype.itemsize * (ranks - 1) / cost.PUSH_RATE / step)  # k-steps that it takes
+    early = programs - pushers
+    own_turns = cdiv(own, early) if pushers and early else 0
+    # whole tiles only: the pushers sit out one turn at least
+    head_start = min(max(round(push / k_tiles), 1), own_turns)
+    took = (head_start + cdiv(own + remote - head_start * early, programs)) * k_tiles
+    # or the last wave shared
+    ahead = min(push // k_tiles, own_turns)
+    turns, behind = divmod(max(own + remote - ahead * early, 0), programs)
+    height = waves.last_height(cdiv(full, tile.bm) * max(ranks - 1, 1), tile.group_m)
+    costs = waves.cost_steps(ctx.op, tile, ctx.dtype, ctx.tuned.capability)
+    shared, steps = waves.share(
+        behind, remote if ranks > 1 else own, programs, height, k_tiles, costs, pushers, push - ahead * k_tiles
+    )  # fmt: skip
+    if (ahead + turns) * k_tiles + steps < took:
+        return _Deal(programs, pushers, pieces, ahead, shared)
+    return _Deal(programs, pushers, pieces, head_start, waves.Shared())
 
 
 def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:

@@ -83,8 +83,8 @@ class Context(GroupContext):
         self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
         self.data = self.region("data", dtype)
         self.ready = self.lasting(ranks * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
-        # of stream_k: parts of tiles, and the words that say that they are there
-        places = 2 * executor.programs if schedule == "stream_k" else 1
+        # parts of tiles, and the words that say that they are there; stream_k shares twice a call
+        places = 1 if schedule in choice.TORCH else executor.programs * (2 if schedule == "stream_k" else 1)
         self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
         #: Of the schedule "sequential": memory for its exchanges, and what lies between these and the products.

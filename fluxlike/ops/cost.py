@@ -27,7 +27,7 @@ import torch
 
 from ..kernels.tiles import cdiv
 from . import exchange
-from .tiling import NARROW
+from .tiling import NARROW, Tiling
 
 if TYPE_CHECKING:
     from .choice import Choice, Problem
@@ -50,6 +50,9 @@ PUSHER_RATE = 18e9
 TILE_RATE = 5.5e12
 #: Seconds from the last product of a tile of 128×256 to the first of the next; fitted.
 TILE_END = 2e-6
+#: Seconds that a call takes longer for the exchange of parts where its last wave is shared: measured on one GPU that plays one rank
+#: of four.
+SHARING = {"ag_gemm": 22e-6, "gemm_rs": 35e-6}
 #: Bytes a second from the GPU's memory, which a product with few rows reads its weight at, and seconds that a product of torch's
 #: takes beside: with 64 rows 32.1 and 61.9 µs for weights of 117 and 235 MB, measured.
 MEMORY_RATE = 4e12
@@ -77,6 +80,11 @@ SUMMED, GATHERED = 43e-6, 26e-6
 HOST, HOST_PART = 110e-6, 45e-6
 #: K of a context that does not know it.
 LARGE_K = 32768
+
+
+def step_seconds(tile: Tiling, dtype: torch.dtype) -> float:
+    """Of one step of a product, of the depth of the tile."""
+    return 2 * tile.bm * tile.bn * tile.bk / (TILE_RATE * (FP32 if dtype == torch.float32 else 1.0))
 
 
 def tile_seconds(problem: "Problem", choice: "Choice", depth: int, faster: float = 1.0) -> float:

@@ -3,7 +3,7 @@
 Read with `kernels/gemm_rs.py`, which holds the protocol.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import racecheck
 from ..runtime.control import ControlGroup
-from . import decomposed, nodes, sequential, tiling, tuning, validate
+from . import decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
@@ -201,7 +201,7 @@ def _run(
     slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
     with ctx.begun():
         x, weight = tiling.padded((x, weight), plan.padded)
-        tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y
+        tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y, y
         if plan.copies:
             ctx.overlapped(lambda: plan.launches[slot](tensors), (number, slot), plan.copies[slot])
         else:
@@ -238,24 +238,36 @@ def _plan(
     if tma_out:
         result = tiling.descriptor(y, half)
     stored, kn = tiling.stored(weight)
+    unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
+    programs = ctx.programs(unit_tiles * subs * ranks)
+    shared = _share(ctx, tile, programs, unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0, unit_tiles_m, k)
     args = (
-        *operands, y if bias is None else bias, result, local, ctx.data, ctx.ready, ctx.full, ctx.flags, ctx.ctl,
+        *operands, y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
+        ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, pitch, rank,
+        full, rows, pitch, shared.cut, shared.lanes, rank,
     )  # fmt: skip
     constants = dict(
         R=ranks, S=subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, COPY_ENGINE=transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, weight), W_IS_KN=kn,
-        BIAS=bias is not None, TRACE=ctx.trace is not None, maxnreg=tiling.registers(tile.warps),
+        BIAS=bias is not None, SHARED=shared.cut > 0, TRACE=ctx.trace is not None, maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
-    unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
-    programs = ctx.programs(unit_tiles * subs * ranks)
-    launches = [ctx.prepare(gemm_rs_kernel, programs, (*args, slot), constants, tile, (0, 1, 2, 3)) for slot in (0, 1)]
+    launches = [ctx.prepare(gemm_rs_kernel, programs, (*args, slot), constants, tile, (0, 1, 2, 3, 4)) for slot in (0, 1)]
     copies: list[Callable[[], None]] = []
     if transport == "copy_engine" and ranks > 1:
         unit_rows = unit_tiles_m * tile.bm
         copies = [partial(_queue_copies, ctx, m, full, pitch, ld, subs, unit_rows, unit_tiles, slot) for slot in (0, 1)]
     return _Plan(transport, tile, padded, launches, copies)
+
+
+def _share(
+    ctx: GemmRSContext, tile: tiling.Tiling, programs: int, remote: int, own: int, unit_tiles_m: int, k: int
+) -> waves.Shared:
+    """How the last of the own tiles are shared, if they are."""
+    costs, k_tiles = waves.cost_steps(ctx.op, tile, ctx.dtype, ctx.tuned.capability), cdiv(k, tile.bk)
+    height = waves.last_height(unit_tiles_m, tile.group_m)
+    shared, steps = waves.share((remote + own) % programs, own, programs, height, k_tiles, costs)
+    return shared if steps < k_tiles else waves.Shared()
 
 
 def _plan_stream_k(
@@ -282,7 +294,11 @@ def _plan_stream_k(
     )  # fmt: skip
     validate.countable_steps("gemm_rs", m, n, k, tile)
     programs = ctx.programs(cdiv(m, tile.bm) * cdiv(n, tile.bn) * cdiv(k, tile.bk))
-    launch = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))
+    prepared = ctx.prepare(gemm_rs_stream_k_kernel, programs, args, constants, tile, (0, 1, 2, 3))
+
+    def launch(tensors: Sequence[torch.Tensor]) -> None:
+        prepared(tensors[:4])  # the other kernel has the result twice
+
     return _Plan("stream_k", tile, padded, [launch, launch], [])
 
 

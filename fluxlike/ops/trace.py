@@ -24,6 +24,9 @@ PATIENCE = 1_000_000_000
 #: Arguments and constants of a launch without which its times mean nothing.
 FACTS = ("M", "N", "K", "chunk_rows", "rows", "rank", "R", "S", "BM", "BN", "BK", "GROUP_M", "COPY_ENGINE")
 
+#: Arguments that say how tiles are dealt; 0 where a kernel has none of the name.
+DEALT = ("pushers", "pieces", "head_start", "cut", "lanes", "late", "lag")
+
 
 class Clock(NamedTuple):
     """How the times of a rank relate to the host's ``time.monotonic_ns``, which all ranks share. All in nanoseconds.
@@ -40,8 +43,8 @@ class Clock(NamedTuple):
 class Traced(NamedTuple):
     """The last call of a rank, as plain data.
 
-    ``facts``: `FACTS` of its launch, and ``op``, ``programs``, ``pushers``, ``pieces``, ``head_start``. ``times``: the words
-    [rows, WIDTH + R] of `kernels.trace`. ``copies``: (peer, sub-chunk, bytes, begin, end) of each, by the kernels' clock.
+    ``facts``: `FACTS` of its launch, `DEALT`, ``op`` and ``programs``. ``times``: the words [rows, WIDTH + R] of `kernels.trace`.
+    ``copies``: (peer, sub-chunk, bytes, begin, end) of each, by the kernels' clock.
     """
 
     facts: dict[str, Any]
@@ -67,8 +70,8 @@ class Trace:
             return lambda: None
         given = dict(zip(launched.arg_names, args, strict=False)) | constants
         facts = {name: int(given[name]) for name in FACTS} | {"op": self._context.op, "programs": programs}
-        facts |= {name: int(given.get(name, 0)) for name in ("pushers", "pieces", "head_start")}
-        rows = tile_count(facts) + programs + task_count(facts)
+        facts |= {name: int(given.get(name, 0)) for name in DEALT}
+        rows = tile_count(facts) + programs + task_count(facts) + (programs if facts["cut"] else 0)
         key = tuple(facts.values())
         if key not in self._known:
             self._known[key] = torch.zeros(rows, kernel.WIDTH.value + facts["R"], dtype=torch.int64, device=self._context.device)

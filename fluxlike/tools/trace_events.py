@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..kernels import trace as kernel
 from ..kernels.tiles import cdiv, py_own_tile, py_remote_tile
-from ..ops.trace import Traced, tile_count
+from ..ops.trace import Traced, task_count, tile_count
 
 #: Kinds of spans in a program's lane, in the order of legends; "tile" and "push" hold others or stand alone.
 KINDS = ("compute", "wait", "store", "push", "end")
@@ -114,7 +114,9 @@ def timeline(traced: Traced) -> Timeline:
         by_program[row[_PLACE] - 1].append(tile)
     for program in programs:
         _tile_spans(program, [(tile, words[tile.number]) for tile in by_program[program.number]], facts, transfers)
-    _pushes(programs, words[tiles + len(programs) :], facts, transfers)
+    tasks, parts = tiles + len(programs), tiles + len(programs) + task_count(facts)
+    _pushes(programs, words[tasks:parts], facts, transfers)
+    _parts(programs, words[parts:], facts)
     transfers = {lane: list(_merged(spans)) for lane, spans in transfers.items()}
     for peer, sub, nbytes, begin, end in traced.copies:
         chunk = peer if facts["op"] == "gemm_rs" else facts["rank"]
@@ -200,6 +202,18 @@ def _pushes(
         if row[_SIGNAL]:
             text = f"signal of row of tiles {task // pieces}"
             program.signals.append(Span("signal", text, row[_SIGNAL], row[_SIGNAL]))
+
+
+def _parts(programs: list[Program], rows: Sequence[Sequence[int]], facts: dict[str, Any]) -> None:
+    """The parts of shared tiles that programs give to those that finish them."""
+    for program, row in zip(programs, rows, strict=False):
+        if not row[_PLACE]:
+            continue
+        arrived = row[_WAITS + 1] if facts["R"] > 1 else 0
+        waits = [Span("wait", "wait for the rows of a shared tile", row[_BEGIN], arrived)] if arrived else []
+        program.spans += [*waits, *_without(Span("compute", "part of a shared tile", row[_BEGIN], row[_COMPUTED]), waits)]
+        program.spans.append(Span("store", "part of a shared tile", row[_COMPUTED], row[_STORED]))
+        program.tiles.append(Span("tile", "part of a shared tile", row[_BEGIN], row[_STORED]))
 
 
 def _step(words: Sequence[Sequence[int]]) -> int:

@@ -22,11 +22,13 @@ RANKS = 4
 
 #: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
 #: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
+#: Where the last wave is shared, a number or two that only this needs wait in local memory while the products run.
 FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
-#: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole. The collectives take M×K
+#: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
+#: wave is worth sharing. The collectives take M×K
 #: elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
@@ -35,6 +37,7 @@ SHAPES = {
     "ragged": (1024, 515, 512),
     "parts": (8192, 8192, 2048),
     "wide": (2048, 8192, 2048),
+    "waves": (1024, 14336, 8192),
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
     "slim": (1024, 64, 64),
@@ -103,6 +106,7 @@ def cases(capability: int) -> list[Case]:
             found.append(Case(op, "copy_engine", "wide", bias=True))
         if capability == 90:
             found += [Case(op, "in_kernel", "wide"), Case(op, "in_kernel", "wide", bias=True)]
+            found += [Case(op, "copy_engine", "waves"), Case(op, "in_kernel", "waves", bias=True)]
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
             found.append(Case(op, "copy_engine", kn=True, bias=True))
@@ -167,20 +171,28 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
 def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
+    shared = int(given.get("SHARED", False))
     peers, copies = given.get("R", 1) - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
     owned = int(given.get("OWNED", False))
     readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
-        # credits and partials; the two publications, in the loop and behind it, and the credits, which are one release
-        "gemm_rs_kernel": (2 * peers, 3, 1, 2),
+        # credits and partials; the two publications, in the loop and behind it, and the credits, which are one release; where the
+        # last wave is shared, partials once more and parts, and a part
+        "gemm_rs_kernel": (2 * peers + (peers + 1) * shared, 3 + shared, 1, 2 + shared),
         # credits, parts, and partials with the own one; a part, a tile, and the credits
         "gemm_rs_stream_k_kernel": (2 * peers + 2, 3, 1, 1),
         # credits, shards (the first, and more) and parts of other shards' tiles, parts of own ones; flags, parts, and the credits
         "ag_gemm_stream_k_kernel": (peers + 4, peers + 4, 2, 2),
-        # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits
-        "ag_gemm_kernel": (peers + 2, 2, 1, 2) if copies else (peers + 1, peers + 1, 2, 2),
+        # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits; where the
+        # last wave is shared, shards and parts once more, and a part
+        "ag_gemm_kernel": (
+            peers + (2 if copies else 1) + 2 * shared,
+            (2 if copies else peers + 1) + shared,
+            1 if copies else 2,
+            2 + shared,
+        ),
         "ag_collect_kernel": (1, 1, 1, 0),
         # credits
         "decomposed_credits_kernel": (peers, 0, 0, 0),
@@ -242,7 +254,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         loops=loops,
         mma=mma,
         buffers=ahead if tma or vec else 1,
-        local=FEW if fp32 else 0,
+        local=FEW if fp32 or shared else 0,
         operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
     )
 
