@@ -15,7 +15,8 @@ Columns; a word that stays 0 did not happen::
 
     BEGIN     of a program, task or part; of a tile: its first load is about to be issued, which a pipelined loop does before the
               tile in front of it is done
-    PLACE     of a tile, task or part: its program + 1, of a shared tile that which finishes it; of a program: its multiprocessor + 1
+    PLACE     of a tile, task or part: its program + 1 (of a shared tile, that which finishes it); of a program: its
+              multiprocessor + 1
     COMPUTED  of a tile or part: its products are done
     STORED    of a tile, task or part: its stores are issued
     SIGNAL    of a tile or task: they are complete, and the word that says so is set; it may say so of earlier ones, too
