@@ -6,6 +6,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -50,6 +51,8 @@ CALLS = {
     "rooted_bulk": ("reduce", "bulk"),
     "sparse": ("sparse_all_reduce", "owned"),
 }
+#: Those that have more code where they share the last wave of tiles.
+SHARING = ("gemm_rs_kernel", "ag_gemm_kernel")
 #: Of the GPU for which kernels are compiled.
 CAPABILITY = 90
 
@@ -122,7 +125,8 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
         case = between_nodes if transport == "messages" else variants.Case(*CALLS.get(transport, (op, transport)))
-        for launch in variants.launches(case, CAPABILITY):
+        cases = [case, variants.Case(op, transport, "waves")] if kernel in SHARING else [case]
+        for launch in itertools.chain.from_iterable(variants.launches(case, CAPABILITY) for case in cases):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)
                 for finding in variants.lint_built(built, variants.spec_of(launch, CAPABILITY)):

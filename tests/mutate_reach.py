@@ -192,8 +192,8 @@ def _does(name: str, what: str) -> bool:
 def statement_does(statement: ast.AST, what: str) -> bool:
     for node in ast.walk(statement):
         called = name_of(node)
-        if not called or reach().get(id(node), ((), True))[1]:
-            continue
+        if not called or called == getattr(statement, "name", "") or reach().get(id(node), ((), True))[1]:
+            continue  # what a function does itself is found where it stands
         if called in device_functions() and _does(called, what):
             return True
         if what == "stores" and called == "store":

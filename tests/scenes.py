@@ -2,7 +2,8 @@
 
 A fault of order may be survived by luck, so there is a scene in which it cannot:
 
-close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some
+close  calls back to back, of changing shapes; ag_gemm with so many columns in one that each piece of a shard has some; the last
+       ones share their last wave of tiles
 empty  a rank without rows, for which nobody waits and which only the credits hold back, is two calls ahead, or far behind
 late   another rank is late in each call; in ag_gemm one without columns of the weight waits only to end the call
 slow   another rank takes its time in each call, so that its peers are in the next one before it has ended this one; in ag_gemm one
@@ -50,7 +51,7 @@ from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
 M, N, K = 40, 160, 32
-STREAM_K = 320  # five steps of k a tile, so that tiles are cut
+CUT_K = 320  # five steps of k a tile, so that tiles are cut: those of stream_k, and elsewhere those of the last wave
 WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
 EMPTY_M = 2  # of three ranks the last has no rows
 HEAP_BYTES = 4 << 20
@@ -70,7 +71,7 @@ class Wrong(AssertionError):
 
 
 def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
-    (m, n), k = _shape(kind, call), STREAM_K if ctx.schedule == "stream_k" else K
+    (m, n), k = _shape(kind, call), _depth(ctx, kind, call)
     generator = torch.Generator().manual_seed(call)
     xs = torch.randint(-2, 3, (ctx.size, m, k), generator=generator).float()
     ws = torch.randint(-2, 3, (ctx.size, n, k), generator=generator).float()
@@ -80,7 +81,7 @@ def _gemm_rs(ctx: Any, kind: str, call: int) -> bool:
 
 def _ag_gemm(ctx: Any, kind: str, call: int) -> bool:
     """Every other call with the gathered input, so that another kernel ends it; every third with two weights."""
-    (m, n), k = _shape(kind, call), STREAM_K if ctx.schedule == "stream_k" else K
+    (m, n), k = _shape(kind, call), _depth(ctx, kind, call)
     if (kind, call) == ("close", 1):
         k = WIDE_K
     if ctx.rank == 0 and call in COLUMNLESS.get(kind, ()):
@@ -108,6 +109,11 @@ def _shape(kind: str, call: int) -> tuple[int, int]:
     if kind == "empty":
         return EMPTY_M, N
     return M - 7 * (call % 2), N - 40 * (call % 2) if kind == "close" else N
+
+
+def _depth(ctx: Any, kind: str, call: int) -> int:
+    """K of a call: with one step there is nothing to share."""
+    return CUT_K if ctx.schedule == "stream_k" or (kind == "close" and call >= 2) else K
 
 
 def _context(op: str, transport: str) -> Any:

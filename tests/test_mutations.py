@@ -53,6 +53,8 @@ SURVIVORS: dict[str, str] = {
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares:early": (
         "the own tiles, which wait for no other rank, before the push: slower, for the peers wait longer for this shard"
     ),
+    "ag_gemm.ag_gemm_kernel.if share_tiles:early": "shared tiles before whole ones: slower, but every wait is met",
+    "gemm_rs.gemm_rs_kernel.if share_own_tiles:early": "shared tiles before whole ones: slower, but every wait is met",
     "decomposed.gemm_rs_decomposed_sum_kernel.finish:epoch+1": "all ranks count calls by twos, in all that is compared",
     "ag_gemm_stream_k.ag_gemm_stream_k_kernel.shares#2:early": (
         "the other shards' tiles before the own ones: slower, but every wait is met, as each rank pushes before its first tile"

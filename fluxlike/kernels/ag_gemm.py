@@ -132,8 +132,8 @@ def wait_rows(
     full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit, chunk_rows, max_flags,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
-    """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard."""
-    valid = M - source * chunk_rows - tile_m * BM
+    """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard; not for this rank's own."""
+    valid = tl.where(source == rank, 0, M - source * chunk_rows - tile_m * BM)
     if COPY_ENGINE:
         wait(full_flag(full, slot, source, unit, R), tl.where(valid > 0, 1, 0), ctl, rank, WAIT_SHARD, source, R)
     else:
@@ -189,11 +189,11 @@ def share_tiles(
             tile_m, tile_n, unit = own_tile(number, unit_tiles_m, tiles_n, S, GROUP_M)
         else:
             source, tile_m, tile_n, unit = remote_tile(number - own_tiles, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
-            wait_rows(
-                full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags, R, S, BM, COPY_ENGINE
-            )  # fmt: skip
-            record(ctl, trace_row, WAITS + 1, R, TRACE)
-            tma_acquire(TMA)
+        wait_rows(
+            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags, R, S, BM, COPY_ENGINE
+        )  # fmt: skip
+        record(ctl, trace_row, WAITS + 1, R, TRACE)
+        tma_acquire(TMA)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_begin, k_end):
             if R == 1:

@@ -164,7 +164,7 @@ def finish_piece(
 
 
 @triton.jit
-def share_tiles(
+def share_own_tiles(
     x, w, bias, out_ptr, stage, work, parts, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, pitch, rank, slot, epoch,
     unit_tiles_m, tiles_n, first, cut, lanes, traced_tiles, traced_parts,
@@ -337,7 +337,7 @@ def gemm_rs_kernel(
         record(ctl, remote_tiles + done, STORED, R, TRACE)
 
     if SHARED:
-        share_tiles(
+        share_own_tiles(
             x, w, bias, out_ptr, stage, work, parts, full, flags, ctl,
             M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, pitch, rank, slot, epoch,
             unit_tiles_m, tiles_n, own_tiles - cut, cut, lanes, remote_tiles, per_chunk * R + programs,
