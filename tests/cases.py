@@ -90,10 +90,10 @@ class RSCase:
         for source in range(len(self.ks)):
             x, w, b = (None if t is None else t.double() for t in self.inputs(source))
             total += x @ w.T
-            exact(x.abs() @ w.abs().T)
+            exact(x.abs() @ w.abs().T, dtype=self.dtype)
         if b is not None:
             total += b
-        exact(total)
+        exact(total, dtype=self.dtype)
         return total.cpu()[rows_slice(self.m, len(self.ks), rank)]
 
     def check(self, ctx, group, schedule: str = "", **how) -> None:
@@ -145,7 +145,7 @@ class AGCase:
         for rank in range(len(self.ns)):
             _, w, b = (None if t is None else t.double() for t in self.inputs(rank))
             results.append(x @ w.T if b is None else x @ w.T + b)
-        exact(*results)
+        exact(*results, dtype=self.dtype)
         return x.cpu(), [result.cpu() for result in results]
 
     def check(self, ctx, group, schedule: str, return_gathered: bool) -> None:

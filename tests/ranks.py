@@ -455,10 +455,11 @@ def ints(
     return (values * keep).to(dtype)
 
 
-def exact(*sums: torch.Tensor) -> None:
-    """Fails when a test's own numbers are too large to be compared with equality in bfloat16."""
+def exact(*sums: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Fails when a test's own whole numbers are too large to be compared with equality in ``dtype``."""
+    most = 2 / torch.finfo(dtype).eps
     for total in sums:
-        assert total.numel() == 0 or total.abs().max() <= 256, f"the test is wrong: a sum of {total.abs().max():g}"
+        assert total.numel() == 0 or total.abs().max() <= most, f"the test is wrong: a sum of {total.abs().max():g} in {dtype}"
 
 
 def rows_slice(m: int, ranks: int, rank: int) -> slice:

@@ -52,7 +52,7 @@ TILE_RATE = 5.5e12
 TILE_END = 2e-6
 #: Seconds that a call takes longer for the exchange of parts where its last wave is shared: measured on one GPU that plays one rank
 #: of four.
-SHARING = {"ag_gemm": 22e-6, "gemm_rs": 35e-6}
+SHARING = {"ag_gemm": 25e-6, "gemm_rs": 35e-6}
 #: Bytes a second from the GPU's memory, which a product with few rows reads its weight at, and seconds that a product of torch's
 #: takes beside: with 64 rows 32.1 and 61.9 µs for weights of 117 and 235 MB, measured.
 MEMORY_RATE = 4e12

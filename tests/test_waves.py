@@ -1,0 +1,138 @@
+"""The last wave of tiles, shared by all programs: what the host plans for it, and calls in which it is shared."""
+
+import dataclasses
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import TRANSPORTS, AGCase, RSCase, poison
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+import fluxlike
+from fluxlike.kernels import tiles
+from fluxlike.ops import ag_gemm, cost, tiling, waves
+from fluxlike.runtime import interpreter, world
+
+H200 = (9, 0)
+WIDE = tiling.Tiling(128, 256, 64, 8, 8, 3, True)
+
+
+@given(
+    behind=st.integers(0, 140), more=st.integers(-20, 400), programs=st.integers(1, 140), height=st.integers(1, 16),
+    k_tiles=st.integers(1, 200), late=st.integers(0, 40), lag=st.integers(0, 300),
+)  # fmt: skip
+def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late, lag):
+    """Each step of the tiles has one program; each tile one that finishes it; who gives a part is there, and gives one."""
+    most = max(behind + more, 0)
+    shared, takes = waves.share(behind, most, programs, height, k_tiles, 0.0, late, lag)
+    if shared == waves.Shared():
+        assert takes == float("inf")
+        return
+    assert behind <= shared.cut <= most and shared.cut < behind + shared.lanes and shared.cut % shared.lanes == 0
+    assert shared.lanes in (height, height // 2)
+    steps, shares = shared.cut // shared.lanes * k_tiles, programs // shared.lanes
+    shares = min(shares, steps)  # as the kernels have it
+    found: Counter = Counter()
+    finished: Counter = Counter()
+    most_steps, parts = 0, Counter()
+    for program in range(programs):
+        share, lane = divmod(program, shared.lanes)
+        edges = [min(tiles.py_late_start(s, shares, steps, shared.late, shared.lag), steps) for s in (share, share + 1)]
+        most_steps = max(most_steps, edges[1] - edges[0])
+        for place in range(edges[0] // k_tiles, tiles.cdiv(edges[1], k_tiles)):
+            found[lane, place] += min(edges[1] - place * k_tiles, k_tiles) - max(edges[0] - place * k_tiles, 0)
+            if edges[0] > place * k_tiles:
+                parts[program] += 1
+            else:
+                finished[lane, place] += 1
+                last = tiles.py_late_of((place + 1) * k_tiles - 1, shares, steps, shared.late, shared.lag) * shared.lanes + lane
+                assert last < programs
+    assert found == {(lane, place): k_tiles for lane in range(shared.lanes) for place in range(shared.cut // shared.lanes)}
+    assert finished == dict.fromkeys(found, 1) and all(count == 1 for count in parts.values())
+    assert most_steps <= takes
+
+
+def deal(m: int, n: int, k: int, ranks: int, pushers: int, rows: int | None = None, capability=H200, programs: int = 132):
+    """What a launch of ag_gemm on a GPU would be; n of a rank."""
+    full = tiles.chunk_rows(m, ranks)
+    ctx = SimpleNamespace(
+        op="ag_gemm", size=ranks, dtype=torch.bfloat16, tuned=SimpleNamespace(capability=capability),
+        programs=lambda count: max(1, min(programs, count)), world=SimpleNamespace(executor=SimpleNamespace(programs=programs)),
+    )  # fmt: skip
+    return ag_gemm._deal(ctx, WIDE, pushers if ranks > 1 else 0, full if rows is None else rows, full, n, k)  # type: ignore[arg-type]
+
+
+def test_waves_of_an_h200():
+    """3.4 waves are shared, 3.9 and 7.8 are not worth it, 27.2 are; few steps never."""
+    cuts = {(m, n, k): deal(m, n // 4, k, 4, 0).shared.cut for m, n, k in (
+        (1024, 57344, 8192), (1024, 57344, 512), (8192, 16384, 8192), (8192, 57344, 8192), (4096, 49152, 12288), (2048, 57344, 8192)
+    )}  # fmt: skip
+    assert list(cuts.values()) == [54, 0, 0, 20, 84, 0]
+    assert deal(1024, 57344 // 4, 8192, 4, 0, capability=(8, 0)).shared == waves.Shared(), "not measured there"
+
+
+@given(
+    tiles_m=st.integers(1, 12), tiles_n=st.integers(0, 40), k=st.integers(1, 9000), ranks=st.integers(1, 8),
+    pushers=st.sampled_from((0, 16, 24, 32)), without=st.booleans(), programs=st.sampled_from((1, 2, 7, 66, 132)),
+    capability=st.sampled_from((H200, tiling.CPU)),
+)  # fmt: skip
+def test_every_tile_of_ag_gemm_is_whole_or_shared(tiles_m, tiles_n, k, ranks, pushers, without, programs, capability):
+    """Of all that a rank has to compute, by whoever pushes; own tiles are shared in a group of one rank only."""
+    rows = 0 if without and ranks > 1 else tiles_m * 128
+    made = deal(tiles_m * 128 * ranks, tiles_n * 256, k, ranks, pushers, rows, capability, programs)
+    own, remote = (tiles_m * tiles_n * there for there in (int(rows > 0), ranks - 1))
+    whole = own + remote - made.shared.cut
+    assert whole >= (own if ranks > 1 else 0) and made.pushers <= made.programs
+    taken: list[int] = []
+    for program in range(made.programs):
+        how = (program, made.programs, made.pushers, made.head_start)
+        taken += [tiles.py_dealt(turn, *how) for turn in range(tiles.py_turns_before(0, *how), tiles.py_turns_before(whole, *how))]
+    assert sorted(taken) == list(range(whole))
+
+
+def calls_that_share(group, op, schedule, programs, columns):
+    """Exact calls of two sizes, of which each shares, as parts that programs gave show; ``columns``: of tiles, on a CPU."""
+    dtype, size, rank = torch.float16, dist.get_world_size(group), dist.get_rank(group)  # it holds the larger sums
+    executor = world.current().executor
+    before, costs = executor.programs, dict(cost.SHARING)
+    on_cpu = executor.name == "shm"
+    # (rows of a chunk, columns of a rank's result): not whole tiles either
+    shapes = ((128, 64 * columns, 320), (120, 64 * columns - 8, 250)) if on_cpu else ((512, 8704, 512), (500, 8624, 1040))
+    previous = interpreter.configure(interpreter.Schedule(seed=rank + 1, jitter=0.02, delay=1e-3))
+    try:
+        cost.SHARING |= dict.fromkeys(cost.SHARING, 0.0)
+        if on_cpu:
+            executor.programs = programs
+        for seed, (rows, n, k) in enumerate(shapes):
+            m = rows * size - (7 if seed else 0)
+            if op == "gemm_rs":
+                ctx = fluxlike.create_gemm_rs_context(m, n, k * size, dtype, group, schedule)
+                case = RSCase(m, n, [k] * size, dtype, seed, bias=bool(seed))
+            else:
+                ctx = fluxlike.create_ag_gemm_context(m, n * size, k, dtype, group, schedule)
+                case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed))
+            with ctx:
+                poison(ctx, group)
+                chosen = ctx.choose(ctx.problem(m, n if op == "gemm_rs" else n * size, k * size if op == "gemm_rs" else k))
+                ctx.use(dataclasses.replace(chosen, tile=dataclasses.replace(chosen.tile, group_m=4)))
+                assert not ctx.parts.any()
+                for _ in range(2):
+                    case.check(ctx, group, schedule, **({} if op == "gemm_rs" else {"return_gathered": False}))
+                given = ctx.parts[ctx.parts != 0]
+                assert len(given) and (given == given.max()).all(), f"{op} {schedule}: no program gave a part of a tile"
+    finally:
+        interpreter.configure(previous)
+        executor.programs = before
+        cost.SHARING |= costs
+
+
+@pytest.mark.parametrize("schedule", TRANSPORTS)
+@pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
+@pytest.mark.parametrize(("size", "programs", "columns"), [(1, 6, 4), (2, 6, 2), (3, 10, 2), (4, 11, 3)])
+def test_calls_that_share_their_last_wave(op, schedule, size, programs, columns):
+    """In lanes of two programs each."""
+    run_ranks(calls_that_share, size, op=op, schedule=schedule, programs=programs, columns=columns)
