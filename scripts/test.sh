@@ -152,7 +152,7 @@ if [ $# -eq 0 ]; then
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz gemm_ar groups library
              library_collectives model nn nn_states async_tp compiled_graphs sequential sparse_ahead sparse_all_reduce sparse_index
-             trace trees"
+             trace trees waves"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done

@@ -5,14 +5,15 @@
     bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py /usr/local/cuda/bin/compute-sanitizer memcheck
 
 and the same with ``racecheck`` and ``synccheck``; once more with FLUXLIKE_VIRTUAL_NODES=2 for the kernels that go
-from node to node. It fails if a kernel was left out. torch speaks gloo here: NCCL's own start-up takes minutes under the sanitizer.
-Without GPUs it runs in the interpreter, started by test_sanitizer_case.py.
+from node to node. It fails if a kernel was left out, or no wave shared. torch speaks gloo here: NCCL's own start-up takes minutes
+under the sanitizer. Without GPUs it runs in the interpreter, started by test_sanitizer_case.py.
 """
 
 import importlib
 import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import fluxlike
 from fluxlike import kernels
+from fluxlike.ops import cost
 from fluxlike.runtime import env, world
 
 MESSAGES = {f"messages_{what}_kernel" for what in ("begin", "head", "came", "end")}
@@ -90,8 +92,11 @@ def sparse(rank: int, ranks: int, device: torch.device) -> None:
         assert torch.equal(rows.to_dense().cpu(), total[rows_of(table, rank, ranks)]), f"sparse_reduce_scatter {table}"
 
 
-def products(rank: int, ranks: int, device: torch.device, schedule: str) -> None:
-    for m, n, k in ((272, 160, 96), (131, 72, 40)):
+def products(
+    rank: int, ranks: int, device: torch.device, schedule: str, sizes: Sequence[tuple[int, int, int]], shared: bool = False
+) -> None:
+    """``shared``: programs are so few that each call shares its last wave of tiles."""
+    for m, n, k in sizes:
         with (
             fluxlike.create_gemm_rs_context(m, n, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(m, n, k, schedule=schedule) as ag,
@@ -108,6 +113,7 @@ def products(rank: int, ranks: int, device: torch.device, schedule: str) -> None
             ag.check()
             assert torch.equal(y.cpu(), product[rows] * ranks), f"gemm_rs {schedule} {m}"
             assert torch.equal(z.cpu(), product) and torch.equal(gathered, x), f"ag_gemm {schedule} {m}"
+            assert not shared or (rs.parts.any() and ag.parts.any()), f"{schedule}: nothing was shared"
 
 
 def main() -> None:
@@ -127,7 +133,12 @@ def main() -> None:
     elif device.type != "cuda":
         wanted -= MESSAGES  # there the host sends them
     for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed") if nodes == 1 else ("auto", "in_kernel"):
-        products(rank, ranks, device, schedule)
+        products(rank, ranks, device, schedule, ((272, 160, 96), (131, 72, 40)))
+    if nodes == 1:
+        world.current().executor.programs = 3
+        cost.SHARING = dict.fromkeys(cost.SHARING, 0.0)
+        for schedule in ("copy_engine", "in_kernel"):
+            products(rank, ranks, device, schedule, ((256, 224, 320),), shared=True)
     fluxlike.finalize()
     assert wanted <= launched, f"not launched: {sorted(wanted - launched)}"
     print(f"rank {rank}: sanitizer case passed, {len(launched)} kernels on heap {heap}", flush=True)

@@ -1,6 +1,7 @@
 """The last wave of tiles, shared by all programs: what the host plans for it, and calls in which it is shared."""
 
 import dataclasses
+import functools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -94,6 +95,19 @@ def test_every_tile_of_ag_gemm_is_whole_or_shared(tiles_m, tiles_n, k, ranks, pu
     assert sorted(taken) == list(range(whole))
 
 
+def replayed(case, ctx, rank: int) -> None:
+    """Two calls in a CUDA graph, whose numbers come from the device, give the bits of a call outside of it."""
+    x, w, b = case.inputs(rank)
+    call = fluxlike.gemm_rs if isinstance(case, RSCase) else functools.partial(fluxlike.ag_gemm, m=case.m)
+    wanted, graph = call(x, w, ctx, bias=b), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call(x, w, ctx, bias=b) for _ in range(2)]
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(y, wanted) for y in found)
+    ctx.check()
+
+
 def calls_that_share(group, op, schedule, programs, columns):
     """Exact calls of two sizes, of which each shares, as parts that programs gave show; ``columns``: of tiles, on a CPU."""
     dtype, size, rank = torch.float16, dist.get_world_size(group), dist.get_rank(group)  # it holds the larger sums
@@ -122,6 +136,8 @@ def calls_that_share(group, op, schedule, programs, columns):
                 assert not ctx.parts.any()
                 for _ in range(2):
                     case.check(ctx, group, schedule, **({} if op == "gemm_rs" else {"return_gathered": False}))
+                if not on_cpu:
+                    replayed(case, ctx, rank)
                 given = ctx.parts[ctx.parts != 0]
                 assert len(given) and (given == given.max()).all(), f"{op} {schedule}: no program gave a part of a tile"
     finally:

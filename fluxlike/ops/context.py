@@ -15,7 +15,7 @@ from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import racecheck, world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import choice, keeping, sequential, tiling, tuned
+from . import choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
 from .group import Compiled, GroupContext, Prepared
 from .trace import Trace
@@ -84,7 +84,8 @@ class Context(GroupContext):
         self.data = self.region("data", dtype)
         self.ready = self.lasting(ranks * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
         # parts of tiles, and the words that say that they are there; stream_k shares twice a call
-        places = 1 if schedule in choice.TORCH else executor.programs * (2 if schedule == "stream_k" else 1)
+        shares = schedule not in choice.TORCH and cost.may_share(executor.capability, dtype)
+        places = 2 * executor.programs if schedule == "stream_k" else executor.programs if shares else 1
         self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
         #: Of the schedule "sequential": memory for its exchanges, and what lies between these and the products.

@@ -4,7 +4,8 @@ The constants are those of an H200 beside others on NVLink, bf16: fitted by hand
 docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
 most within a tenth; the schedule that it picks within 2 % of the best one, but for one). For other GPUs nothing has been measured.
 
-* A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end.
+* A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end. Where
+  the last wave is shared (`waves`), it takes its part of that, and `SHARING`; no call of several GPUs has been measured with it.
 * gemm_rs, copy_engine: copies begin when their part is computed, one after the other. The own chunk is last; a tile of it
   ends when the partial sums are there, and the tiles that its program still has come behind it. Parts of a chunk share less in
   the L2 cache (`CUT`).
@@ -27,7 +28,7 @@ import torch
 
 from ..kernels.tiles import cdiv
 from . import exchange
-from .tiling import NARROW, Tiling
+from .tiling import CPU, NARROW, Tiling
 
 if TYPE_CHECKING:
     from .choice import Choice, Problem
@@ -82,6 +83,11 @@ HOST, HOST_PART = 110e-6, 45e-6
 LARGE_K = 32768
 
 
+def may_share(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether the last wave may be shared: on GPUs other than Hopper, and in fp32, the kernels would spill registers."""
+    return capability == CPU or (capability == (9, 0) and dtype != torch.float32)
+
+
 def step_seconds(tile: Tiling, dtype: torch.dtype) -> float:
     """Of one step of a product, of the depth of the tile."""
     return 2 * tile.bm * tile.bn * tile.bk / (TILE_RATE * (FP32 if dtype == torch.float32 else 1.0))
@@ -96,8 +102,12 @@ def tile_seconds(problem: "Problem", choice: "Choice", depth: int, faster: float
 
 
 def _product(problem: "Problem", tiles: int, seconds: float, weight: int) -> float:
-    """Seconds of a product of so many tiles, which reads a weight of so many elements."""
-    return max(cdiv(tiles, problem.programs) * seconds, weight * problem.dtype.itemsize / MEMORY_RATE)
+    """Seconds of a product of so many tiles, with a weight of so many elements. The last wave is shared if that is faster."""
+    waves, behind = divmod(tiles, problem.programs)
+    last = seconds if behind else 0.0
+    if waves and may_share(problem.capability, problem.dtype):
+        last = min(last, behind / problem.programs * seconds + SHARING[problem.op])
+    return max(waves * seconds + last, weight * problem.dtype.itemsize / MEMORY_RATE)
 
 
 def _reduce_scatter(problem: "Problem", choice: "Choice") -> tuple[int, int, float]:

@@ -50,12 +50,7 @@ def share(
 
 
 def cost_steps(op: str, tile: Tiling, dtype: torch.dtype, capability: tuple[int, int]) -> float:
-    """k-steps that sharing costs: on a CPU, where speed is no matter, none; on GPUs other than Hopper, and in fp32, too many.
-
-    There it has not been measured, and the kernel would spill registers.
-    """
-    if capability == tiling.CPU:
-        return 0.0
-    if capability != (9, 0) or dtype == torch.float32:
+    """k-steps that sharing costs; on a CPU, where speed is no matter, none."""
+    if not cost.may_share(capability, dtype):
         return float("inf")
-    return cost.SHARING[op] / cost.step_seconds(tile, dtype)
+    return 0.0 if capability == tiling.CPU else cost.SHARING[op] / cost.step_seconds(tile, dtype)
