@@ -140,6 +140,7 @@ def test_text(tmp_path):
 def test_settings(tmp_path):
     """What init would refuse, names that nobody reads, and no word of those that scripts and tests read."""
     wrong = {"FLUXLIKE_TIMEOUT_S": "abc", "FLUXLIKE_HEAP_BYTES": "1;2", "FLUXLIKE_TIMEOUTS": "3", "FLUXLIKE_NONSENSICAL": "1"}
+    wrong |= {"FLUXLIKE_TOPOLOGY": "none.json"}
     right = {"FLUXLIKE_PYTHON": "python3", "FLUXLIKE_TEST_HEAP": "shm", "FLUXLIKE_TUNE": "off"}
     done = run_doctor(tmp_path, "--json", **wrong, **right, CUDA_VISIBLE_DEVICES="")
     found = {problem["what"]: problem["remedy"] for problem in json.loads(done.stdout)["problems"]}
@@ -149,12 +150,15 @@ def test_settings(tmp_path):
         "FLUXLIKE_HEAP_BYTES='1;2' is not a size": "Write bytes, or 64K, 512M, 4G.",
         "FLUXLIKE_TIMEOUTS is no variable of fluxlike": "Write FLUXLIKE_TIMEOUT_S if you mean that, else unset it.",
         "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: README.md lists them all.",
+        "FLUXLIKE_TOPOLOGY='none.json': the topology 'none.json' cannot be read: No such file or directory": (
+            "Name a JSON file or a preset."
+        ),
     }
 
 
 @pytest.mark.parametrize("variable", env.TABLE, ids=lambda variable: variable.name)
 def test_every_setting_is_checked(variable, monkeypatch):
-    """But for the paths: any text may be one."""
+    """But for the cache's path, which may be any text, and the topology, at which doctor looks itself."""
     monkeypatch.setenv(variable.name, "-nonsense-")
     said = [complaint for complaint in env.complaints() if complaint.startswith(variable.name)]
     assert len(said) == (variable.name not in ("FLUXLIKE_CACHE_DIR", "FLUXLIKE_TOPOLOGY"))

@@ -277,7 +277,10 @@ def arguments() -> argparse.Namespace:
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", metavar="DIR", help="draw the picture there; needs matplotlib")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 1 or args.more < 0 or args.steps + args.more < 6:
+        parser.error(f"--steps {args.steps} --more {args.more}: the last five losses are held to the first, so make 6 steps or more")
+    return args
 
 
 if __name__ == "__main__":

@@ -314,9 +314,16 @@ def _look_at_host(facts: Facts) -> None:
 
 
 def _look_at_settings(facts: Facts) -> None:
-    from ..runtime import env  # not above: in the child process this file belongs to no package
+    from .. import topology  # not above: in the child process this file belongs to no package
+    from ..runtime import env
 
     facts.complaints = env.complaints()
+    named = env.get("FLUXLIKE_TOPOLOGY")
+    try:
+        if named:
+            topology.load(named)
+    except ValueError as error:
+        facts.complaints.append(f"FLUXLIKE_TOPOLOGY={named!r}: {error}")
 
 
 def _read(path: Path) -> str:
