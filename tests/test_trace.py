@@ -20,7 +20,7 @@ from ranks import TORCHRUN, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import trace as kernel
-from fluxlike.kernels.tiles import cdiv, py_dealt, py_late_of
+from fluxlike.kernels.tiles import cdiv, py_dealt, py_lane_share
 from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
 from fluxlike.tools import trace as tool
@@ -96,10 +96,9 @@ def dealt(facts: dict[str, Any]) -> dict[int, int]:
             found[py_dealt(turn, program, programs, late, head_start)] = program
     found = {tile: program for tile, program in found.items() if tile < whole}
     k_tiles = cdiv(facts["K"], facts["BK"])
-    steps = facts["cut"] // lanes * k_tiles
-    for tile in range(facts["cut"]):
-        share = py_late_of(tile // lanes * k_tiles, min(programs // lanes, steps), steps, facts["late"], facts["lag"])
-        found[whole + tile] = share * lanes + tile % lanes
+    for program in range(programs if facts["cut"] else 0):
+        lane, _, _, begin, end = py_lane_share(program, programs, facts["cut"], lanes, k_tiles, facts["late"], facts["lag"])
+        found |= {whole + place * lanes + lane: program for place in range(cdiv(begin, k_tiles), cdiv(end, k_tiles))}
     return found
 
 

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from cases import TRANSPORTS, AGCase, RSCase, poison
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -35,18 +37,17 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
         return
     assert behind <= shared.cut <= most and shared.cut < behind + shared.lanes and shared.cut % shared.lanes == 0
     assert shared.lanes in (height, height // 2)
-    steps, shares = shared.cut // shared.lanes * k_tiles, programs // shared.lanes
-    shares = min(shares, steps)  # as the kernels have it
     found: Counter = Counter()
     finished: Counter = Counter()
     most_steps, parts = 0, Counter()
     for program in range(programs):
-        share, lane = divmod(program, shared.lanes)
-        edges = [min(tiles.py_late_start(s, shares, steps, shared.late, shared.lag), steps) for s in (share, share + 1)]
-        most_steps = max(most_steps, edges[1] - edges[0])
-        for place in range(edges[0] // k_tiles, tiles.cdiv(edges[1], k_tiles)):
-            found[lane, place] += min(edges[1] - place * k_tiles, k_tiles) - max(edges[0] - place * k_tiles, 0)
-            if edges[0] > place * k_tiles:
+        lane, shares, steps, begin, end = tiles.py_lane_share(
+            program, programs, shared.cut, shared.lanes, k_tiles, shared.late, shared.lag
+        )
+        most_steps = max(most_steps, end - begin)
+        for place in range(begin // k_tiles, tiles.cdiv(end, k_tiles)):
+            found[lane, place] += min(end - place * k_tiles, k_tiles) - max(begin - place * k_tiles, 0)
+            if begin > place * k_tiles:
                 parts[program] += 1
             else:
                 finished[lane, place] += 1
@@ -55,6 +56,32 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
     assert found == {(lane, place): k_tiles for lane in range(shared.lanes) for place in range(shared.cut // shared.lanes)}
     assert finished == dict.fromkeys(found, 1) and all(count == 1 for count in parts.values())
     assert most_steps <= takes
+
+
+@triton.jit
+def say_lane_share(out, program, programs, cut, lanes, k_tiles, late, lag):
+    lane, shares, steps, begin, end = tiles.lane_share(program, programs, cut, lanes, k_tiles, late, lag)
+    tl.store(out, lane)
+    tl.store(out + 1, shares)
+    tl.store(out + 2, steps)
+    tl.store(out + 3, begin)
+    tl.store(out + 4, end)
+
+
+@settings(max_examples=40)
+@given(
+    data=st.data(), programs=st.integers(1, 140), height=st.integers(1, 8), columns=st.integers(1, 20), k_tiles=st.integers(1, 90),
+    late=st.integers(0, 8), lag=st.integers(0, 50),
+)  # fmt: skip
+def test_the_mirror_of_a_lane_share(data, programs, height, columns, k_tiles, late, lag):
+    program = data.draw(st.integers(0, programs - 1))
+    shares = max(min(programs // height, columns * k_tiles), 1)
+    late = min(late, shares - 1)
+    lag = min(lag, tiles.longest_lag(shares, columns * k_tiles, late))
+    how = (program, programs, columns * height, height, k_tiles, late, lag)
+    out = torch.full((5,), -1, dtype=torch.int32)
+    interpreter.run(say_lane_share, 1, out, *how)
+    assert tuple(out.tolist()) == tiles.py_lane_share(*how)
 
 
 def deal(m: int, n: int, k: int, ranks: int, pushers: int, rows: int | None = None, capability=H200, programs: int = 132):

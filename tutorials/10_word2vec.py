@@ -279,7 +279,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", metavar="DIR", help="draw the picture there; needs matplotlib")
     args = parser.parse_args()
     if args.steps < 1 or args.more < 0 or args.steps + args.more < 6:
-        parser.error(f"--steps {args.steps} --more {args.more}: the last five losses are held to the first, so make 6 steps or more")
+        parser.error(f"--steps {args.steps} --more {args.more}: the last five losses are held to the first; make 6 steps or more")
     return args
 
 

@@ -63,7 +63,7 @@ from .sync import (
     wait,
     wait_credits,
 )
-from .tiles import dealt, late_of, late_start, own_tile, remote_tile, turns_before
+from .tiles import dealt, lane_share, late_of, own_tile, remote_tile, turns_before
 from .trace import COMPUTED, CREDITS, END, ENDING, GO, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
@@ -165,19 +165,10 @@ def share_tiles(
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
     TRACE: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the ``cut`` tiles from number ``first`` on, the last of all: other ranks', or with R = 1 the own.
-
-    Every ``lanes``-th of them is a lane, and all lanes are cut at the same steps. As tiles that follow each other are in the same
-    columns, the programs of a share then read the same blocks of the weight at the same time, from the L2 cache but for one.
-    """
+    """This program's share of the ``cut`` tiles from number ``first`` on, the last of all: other ranks', or with R = 1 the own."""
     program = tl.program_id(0)
-    lane = program % lanes
-    share = program // lanes
     k_tiles = tl.cdiv(K, BK)
-    steps = cut // lanes * k_tiles
-    count = tl.maximum(tl.minimum(tl.num_programs(0) // lanes, steps), 1)
-    begin = tl.minimum(late_start(share, count, steps, late, lag), steps)
-    end = tl.minimum(late_start(share + 1, count, steps, late, lag), steps)
+    lane, shares, steps, begin, end = lane_share(program, tl.num_programs(0), cut, lanes, k_tiles, late, lag)
     for place in range(begin // k_tiles, tl.cdiv(end, k_tiles)):
         k_begin = tl.maximum(begin - place * k_tiles, 0)
         k_end = tl.minimum(end - place * k_tiles, k_tiles)
@@ -209,7 +200,7 @@ def share_tiles(
             keep_part(acc, work, program, 0, BM, BN, BN)
             publish_set(parts + program, stamp, TMA_OUT)  # (E)
         else:
-            last = late_of((place + 1) * k_tiles - 1, count, steps, late, lag) * lanes + lane
+            last = late_of((place + 1) * k_tiles - 1, shares, steps, late, lag) * lanes + lane
             wait_parts(parts, program + lanes, last, lanes, stamp, ctl, rank, R)  # (E)
             here = out_ptr + source.to(tl.int64) * chunk_rows * N
             valid = tl.minimum(chunk_rows, M - source * chunk_rows)

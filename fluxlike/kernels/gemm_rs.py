@@ -10,6 +10,10 @@ Order of work. A program (one a multiprocessor) takes tiles program, program + P
 r+1, r+2, …, r-1, then the tiles of the own chunk. What must travel is computed first, every rank sends to a different owner
 at any time, and the own chunk gives the wire time to deliver what the sum needs.
 
+The last wave. Where whole tiles would leave much of the GPU idle in the end, the last ``cut`` own tiles are shared by all
+programs: their k-steps in equal shares, as `stream_k` has it. Who has the beginning of a tile adds the parts of the others, then
+the partials.
+
 Where partial sums travel. Rank r's partial of chunk d goes to rank d's *slot* r: rows [r·pitch, r·pitch + rows_d) of slot set
 ``slot`` of d's ``stage`` [2, R·pitch, ld]. pitch: rows of a chunk rounded up to whole tiles; ld: N rounded up to 16, so that slots
 can always be read and written in whole vectors.
@@ -28,6 +32,9 @@ Protocol; every signal names the wait it pairs with, (C) and (D) are shared by b
   Else: ``flags[r, tile] = epoch`` (release) at the owner → ``wait`` for ``>= epoch`` in the own phase. Never reset.
 * (C) the credits: before its first store to a slot set, a call waits until each peer has finished the call that last used it.
 * (D) the end of the call: the last program advances the epoch and gives the credits.
+* (E) ``parts[program] = epoch`` (release) by a program that had not the beginning of a tile → ``wait_parts`` of the one that had.
+  Of this GPU only. All programs must run at once: there is one a multiprocessor at most. A program gives its part before it
+  waits for another's, so they do not wait in a circle.
 
 Why it is sound. A slot is written only after (C), so after its last reader is done; it is read only after (B), so after its
 writer is done. (B)'s words are reset before (D), and written again only after (C) of a later call. Flags are never reset, so
@@ -43,9 +50,9 @@ tile: the release holds up the products for some 2 µs, by the traces of four H2
 take as long as that, and a release that must wait for them keeps its warps from their products. There the first publication of a
 program goes to a word that nobody reads: they are all alike.
 
-Numerics. fp32 accumulation; own partial in fp32 registers, the others rounded to the dtype for the way; sum in the order own,
-r+1, r+2, …, with the bias added to the own partial, all in fp32 and rounded once. The order depends on the rank only, so
-repeats give the same bits.
+Numerics. fp32 accumulation; own partial in fp32, the others rounded to the dtype for the way; sum in the order own (its parts in
+the order of k), r+1, r+2, …, with the bias added to the own partial, all in fp32 and rounded once. The order depends on the rank,
+the sizes and the number of programs only, so repeats give the same bits.
 
 Hazards met, kept away by the code: ``tl.debug_barrier`` in a flattened loop loses pipelining (`lang.cta_barrier`); TMA stores are
 drained explicitly (`lang.drain_stores`); an integer argument that equals 1 would become a constant on one rank only, and each
@@ -74,7 +81,7 @@ from .sync import (
     wait,
     wait_credits,
 )
-from .tiles import dealt_between, own_tile, remote_tile, share_of, share_start
+from .tiles import dealt_between, lane_share, own_tile, remote_tile, share_of
 from .trace import COMPUTED, CREDITS, END, ENDING, SIGNAL, STORED, WAITS, record, record_begin, record_program
 
 
@@ -171,15 +178,10 @@ def share_own_tiles(
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
-    """This program's share of the last ``cut`` own tiles, from number ``first`` on; lanes are those of `ag_gemm.share_tiles`."""
+    """This program's share of the last ``cut`` own tiles, from number ``first`` on."""
     program = tl.program_id(0)
-    lane = program % lanes
-    share = program // lanes
     k_tiles = tl.cdiv(K, BK)
-    steps = cut // lanes * k_tiles
-    count = tl.maximum(tl.minimum(tl.num_programs(0) // lanes, steps), 1)
-    begin = tl.minimum(share_start(share, count, steps), steps)
-    end = tl.minimum(share_start(share + 1, count, steps), steps)
+    lane, shares, steps, begin, end = lane_share(program, tl.num_programs(0), cut, lanes, k_tiles, 0, 0)
     for place in range(begin // k_tiles, tl.cdiv(end, k_tiles)):
         k_begin = tl.maximum(begin - place * k_tiles, 0)
         k_end = tl.minimum(end - place * k_tiles, k_tiles)
@@ -198,7 +200,7 @@ def share_own_tiles(
             keep_part(acc, work, program, 0, BM, BN, BN)
             publish_set(parts + program, epoch, TMA)  # (E)
         else:
-            last = share_of((place + 1) * k_tiles - 1, count, steps) * lanes + lane
+            last = share_of((place + 1) * k_tiles - 1, shares, steps) * lanes + lane
             wait_partials(
                 full, flags, ctl, epoch, slot, rank, rows, row, unit, tile_m * tiles_n + tile_n, max_flags, traced,
                 R, COPY_ENGINE, TRACE,

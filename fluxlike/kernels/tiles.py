@@ -122,6 +122,22 @@ def late_of(step, shares, steps, late, lag):
     return tl.where(behind >= late, behind, among)
 
 
+@triton.jit
+def lane_share(program, programs, cut, lanes, k_tiles, late, lag):
+    """What ``program`` has of ``cut`` tiles, of which every ``lanes``-th is of one lane and all lanes are cut at the same steps.
+
+    (lane, shares of a lane, its steps, the first of this program, the one behind its last). Tiles that follow each other are in the
+    same columns, so the programs of one share read the same blocks of the weight at the same time: from the L2 cache but for one.
+    Shares 0 … late-1 of a lane have ``lag`` steps fewer.
+    """
+    share = program // lanes
+    steps = cut // lanes * k_tiles
+    shares = tl.maximum(tl.minimum(programs // lanes, steps), 1)
+    begin = tl.minimum(late_start(share, shares, steps, late, lag), steps)
+    end = tl.minimum(late_start(share + 1, shares, steps, late, lag), steps)
+    return program - share * lanes, shares, steps, begin, end
+
+
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -206,6 +222,16 @@ def py_late_of(step: int, shares: int, steps: int, late: int, lag: int) -> int:
     """Mirror of `late_of`."""
     behind = py_share_of(step + lag * late, shares, steps + late * lag)
     return behind if behind >= late else py_share_of(step, shares, max(steps - lag * (shares - late), 1))
+
+
+def py_lane_share(
+    program: int, programs: int, cut: int, lanes: int, k_tiles: int, late: int = 0, lag: int = 0
+) -> tuple[int, int, int, int, int]:
+    """Mirror of `lane_share`."""
+    share, steps = program // lanes, cut // lanes * k_tiles
+    shares = max(min(programs // lanes, steps), 1)
+    begin, end = (min(py_late_start(s, shares, steps, late, lag), steps) for s in (share, share + 1))
+    return program % lanes, shares, steps, begin, end
 
 
 def longest_lag(shares: int, steps: int, late: int) -> int:
