@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 import fluxlike
 from fluxlike.kernels import tiles
-from fluxlike.ops import ag_gemm, cost, tiling, waves
+from fluxlike.ops import cost, tiling, waves
 from fluxlike.runtime import interpreter, world
 
 H200 = (9, 0)
@@ -91,7 +91,7 @@ def deal(m: int, n: int, k: int, ranks: int, pushers: int, rows: int | None = No
         op="ag_gemm", size=ranks, dtype=torch.bfloat16, tuned=SimpleNamespace(capability=capability),
         programs=lambda count: max(1, min(programs, count)), world=SimpleNamespace(executor=SimpleNamespace(programs=programs)),
     )  # fmt: skip
-    return ag_gemm._deal(ctx, WIDE, pushers if ranks > 1 else 0, full if rows is None else rows, full, n, k)  # type: ignore[arg-type]
+    return waves.gather(ctx, WIDE, pushers if ranks > 1 else 0, full if rows is None else rows, full, n, k)  # type: ignore[arg-type]
 
 
 def test_waves_of_an_h200():

@@ -21,8 +21,6 @@ from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, valid
 from .context import Context, check_arguments, kept
 from .group import Prepared, resolve, wants_gradient
 
-#: Columns of a block that is pushed.
-PUSH_COLUMNS = 256
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
 BESIDE_FROM = 4 << 20
 
@@ -359,7 +357,7 @@ def _gemms(
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
     pushers = chosen.pushers if number == 0 and ranks > 1 and chosen.transport == "in_kernel" else 0
-    deal = _deal(ctx, tile, pushers, rows, full, n, k)
+    deal = waves.gather(ctx, tile, pushers, rows, full, n, k)
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         z, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
@@ -368,7 +366,7 @@ def _gemms(
     )  # fmt: skip
     constants = dict(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
+        PUSH_BM=_push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
         BIAS=bias is not None, SHARED=deal.shared.cut > 0, TRACE=ctx.trace is not None,
     )  # fmt: skip
@@ -401,7 +399,7 @@ def _stream_k(
         full, rows, number, int(last), pushers, pieces, lag, ctx.rank,
     )  # fmt: skip
     constants = dict(
-        R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=PUSH_COLUMNS,
+        R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS,
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, BIAS=bias is not None,
         maxnreg=tiling.registers(tile.warps),
     )  # fmt: skip
@@ -420,7 +418,7 @@ def _push_beside(
     steps = max(own_end - cdiv(start, tile.bm), 0) * cdiv(n, tile.bn) * cdiv(k, tile.bk)
     rows_of_tiles = cdiv(rows, tile.bm)
     wanted = min(choice.PUSHERS[0], max(1, programs // 2)) if steps else programs
-    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, PUSH_COLUMNS)))
+    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, waves.PUSH_COLUMNS)))
     pushers = min(wanted, rows_of_tiles * pieces)
     if pushers == programs:
         return pushers, pieces, 0
@@ -449,49 +447,6 @@ def _collects(
     )
     programs = ctx.programs(cdiv(full, tile.bm) * ctx.size)
     return [ctx.prepare(ag_collect_kernel, programs, (*args, slot), constants, tile, (0, 2)) for slot in (0, 1)]
-
-
-class _Deal(NamedTuple):
-    """How the tiles of a launch are spread over its programs, as `kernels.ag_gemm` and `kernels.tiles.dealt` have it.
-
-    ``pushers`` programs push the shard, a row of tiles in so many ``pieces``, while the others take tiles for ``head_start`` turns.
-    """
-
-    programs: int
-    pushers: int
-    pieces: int
-    head_start: int
-    shared: waves.Shared
-
-
-def _deal(ctx: AGGemmContext, tile: tiling.Tiling, pushers: int, rows: int, full: int, n: int, k: int) -> _Deal:
-    """``pushers``: how many the choice has; 0 where the kernel does not push."""
-    ranks, k_tiles, step = ctx.size, cdiv(k, tile.bk), cost.step_seconds(tile, ctx.dtype)
-    own, remote = (cdiv(full, tile.bm) * cdiv(n, tile.bn) * there for there in (int(rows > 0), ranks - 1))
-    programs, pieces, push = ctx.programs(own + remote), 0, 0
-    if pushers:
-        programs = ctx.world.executor.programs
-        # where the own shard has fewer tiles than there are programs, those without one push
-        wanted, rows_of_tiles = min(max(pushers, programs - own), max(1, programs // 2)), cdiv(rows, tile.bm)
-        pieces = max(1, min(cdiv(wanted, max(1, rows_of_tiles)), cdiv(k, PUSH_COLUMNS)))
-        pushers = min(wanted, rows_of_tiles * pieces)
-        push = round(rows * k * ctx.dtype.itemsize * (ranks - 1) / cost.PUSH_RATE / step)  # k-steps that it takes
-    early = programs - pushers
-    own_turns = cdiv(own, early) if pushers and early else 0
-    # whole tiles only: the pushers sit out one turn at least
-    head_start = min(max(round(push / k_tiles), 1), own_turns)
-    took = (head_start + cdiv(own + remote - head_start * early, programs)) * k_tiles
-    # or the last wave shared
-    ahead = min(push // k_tiles, own_turns)
-    turns, behind = divmod(max(own + remote - ahead * early, 0), programs)
-    height = waves.last_height(cdiv(full, tile.bm) * max(ranks - 1, 1), tile.group_m)
-    costs = waves.cost_steps(ctx.op, tile, ctx.dtype, ctx.tuned.capability)
-    shared, steps = waves.share(
-        behind, remote if ranks > 1 else own, programs, height, k_tiles, costs, pushers, push - ahead * k_tiles
-    )  # fmt: skip
-    if (ahead + turns) * k_tiles + steps < took:
-        return _Deal(programs, pushers, pieces, ahead, shared)
-    return _Deal(programs, pushers, pieces, head_start, waves.Shared())
 
 
 def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:

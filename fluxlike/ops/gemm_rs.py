@@ -240,7 +240,7 @@ def _plan(
     stored, kn = tiling.stored(weight)
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)
-    shared = _share(ctx, tile, programs, unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0, unit_tiles_m, k)
+    shared = waves.scatter(ctx, tile, programs, unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0, unit_tiles_m, k)
     args = (
         *operands, y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
         ctx.full, ctx.flags, ctx.ctl,
@@ -258,16 +258,6 @@ def _plan(
         unit_rows = unit_tiles_m * tile.bm
         copies = [partial(_queue_copies, ctx, m, full, pitch, ld, subs, unit_rows, unit_tiles, slot) for slot in (0, 1)]
     return _Plan(transport, tile, padded, launches, copies)
-
-
-def _share(
-    ctx: GemmRSContext, tile: tiling.Tiling, programs: int, remote: int, own: int, unit_tiles_m: int, k: int
-) -> waves.Shared:
-    """How the last of the own tiles are shared, if they are."""
-    costs, k_tiles = waves.cost_steps(ctx.op, tile, ctx.dtype, ctx.tuned.capability), cdiv(k, tile.bk)
-    height = waves.last_height(unit_tiles_m, tile.group_m)
-    shared, steps = waves.share((remote + own) % programs, own, programs, height, k_tiles, costs)
-    return shared if steps < k_tiles else waves.Shared()
 
 
 def _plan_stream_k(

@@ -1,16 +1,21 @@
-"""How the last wave of tiles is shared, where whole tiles would leave much of the GPU idle in the end.
+"""How the tiles of a launch are spread over its programs, and how the last wave of them is shared.
 
-A persistent kernel takes tiles in waves, one a program. Of the last wave, only some programs have one. There the last ``cut`` tiles
-are cut along K and their steps shared by all programs (`kernels.stream_k`), if that is expected to be worth it.
+A persistent kernel takes tiles in waves, one a program. Of the last wave, only some programs have one, and whole tiles would leave
+the rest of the GPU idle. There the last ``cut`` tiles are cut along K and their steps shared by all programs (`kernels.stream_k`),
+if that is expected to be worth it.
 """
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..kernels.tiles import cdiv, longest_lag
 from . import cost, tiling
 from .tiling import Tiling
+
+if TYPE_CHECKING:
+    from .context import Context
+
+#: Columns of a block that ag_gemm's kernels push.
+PUSH_COLUMNS = 256
 
 
 class Shared(NamedTuple):
@@ -22,9 +27,52 @@ class Shared(NamedTuple):
     lag: int = 0
 
 
-def last_height(rows_of_tiles: int, group_m: int) -> int:
-    """Rows of tiles in the last group of `tiles.grouped`."""
-    return rows_of_tiles % group_m or group_m
+class Deal(NamedTuple):
+    """How the tiles of a launch of ag_gemm are spread, as `kernels.ag_gemm` and `kernels.tiles.dealt` have it.
+
+    ``pushers`` programs push the shard, a row of tiles in so many ``pieces``, while the others take tiles for ``head_start`` turns.
+    """
+
+    programs: int
+    pushers: int
+    pieces: int
+    head_start: int
+    shared: Shared
+
+
+def gather(ctx: "Context", tile: Tiling, pushers: int, rows: int, full: int, n: int, k: int) -> Deal:
+    """Of ag_gemm, for ``rows`` of this rank, ``full`` of a full shard. ``pushers``: those of the choice; 0 where nobody pushes."""
+    ranks, k_tiles, step = ctx.size, cdiv(k, tile.bk), cost.step_seconds(tile, ctx.dtype)
+    own, remote = (cdiv(full, tile.bm) * cdiv(n, tile.bn) * there for there in (int(rows > 0), ranks - 1))
+    programs, pieces, push = ctx.programs(own + remote), 0, 0
+    if pushers:
+        programs = ctx.world.executor.programs
+        # where the own shard has fewer tiles than there are programs, those without one push
+        wanted, rows_of_tiles = min(max(pushers, programs - own), max(1, programs // 2)), cdiv(rows, tile.bm)
+        pieces = max(1, min(cdiv(wanted, max(1, rows_of_tiles)), cdiv(k, PUSH_COLUMNS)))
+        pushers = min(wanted, rows_of_tiles * pieces)
+        push = round(rows * k * ctx.dtype.itemsize * (ranks - 1) / cost.PUSH_RATE / step)  # k-steps that it takes
+    early = programs - pushers
+    own_turns = cdiv(own, early) if pushers and early else 0
+    # whole tiles only: the pushers sit out one turn at least
+    head_start = min(max(round(push / k_tiles), 1), own_turns)
+    took = (head_start + cdiv(own + remote - head_start * early, programs)) * k_tiles
+    # or the last wave shared
+    ahead = min(push // k_tiles, own_turns)
+    turns, behind = divmod(max(own + remote - ahead * early, 0), programs)
+    height = _last_height(cdiv(full, tile.bm) * max(ranks - 1, 1), tile.group_m)
+    most, lag = remote if ranks > 1 else own, push - ahead * k_tiles
+    shared, steps = share(behind, most, programs, height, k_tiles, _cost_steps(ctx, tile), pushers, lag)
+    if (ahead + turns) * k_tiles + steps < took:
+        return Deal(programs, pushers, pieces, ahead, shared)
+    return Deal(programs, pushers, pieces, head_start, Shared())
+
+
+def scatter(ctx: "Context", tile: Tiling, programs: int, remote: int, own: int, unit_tiles_m: int, k: int) -> Shared:
+    """Of gemm_rs, with so many tiles of other ranks and own ones; ``unit_tiles_m``: rows of tiles of a part of a chunk."""
+    k_tiles, height = cdiv(k, tile.bk), _last_height(unit_tiles_m, tile.group_m)
+    shared, steps = share((remote + own) % programs, own, programs, height, k_tiles, _cost_steps(ctx, tile))
+    return shared if steps < k_tiles else Shared()
 
 
 def share(
@@ -49,8 +97,14 @@ def share(
     return best
 
 
-def cost_steps(op: str, tile: Tiling, dtype: torch.dtype, capability: tuple[int, int]) -> float:
+def _last_height(rows_of_tiles: int, group_m: int) -> int:
+    """Rows of tiles in the last group of `tiles.grouped`."""
+    return rows_of_tiles % group_m or group_m
+
+
+def _cost_steps(ctx: "Context", tile: Tiling) -> float:
     """k-steps that sharing costs; on a CPU, where speed is no matter, none."""
+    capability, dtype = ctx.tuned.capability, ctx.dtype
     if not cost.may_share(capability, dtype):
         return float("inf")
-    return 0.0 if capability == tiling.CPU else cost.SHARING[op] / cost.step_seconds(tile, dtype)
+    return 0.0 if capability == tiling.CPU else cost.SHARING[ctx.op] / cost.step_seconds(tile, dtype)
