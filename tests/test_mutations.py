@@ -104,7 +104,7 @@ def judge_once(mutant: Mutant, directory: Path) -> str:
 
 def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
     """What the lint says of a mutant in the (kernel, transport) that reach it."""
-    (outcome,) = run_fresh(on_compiler, 1, timeout=240, measure="nothing", reached=reached, **where)
+    (outcome,) = run_fresh(on_compiler, 1, timeout=480, measure="nothing", reached=reached, **where)
     assert outcome.ok, str(outcome)
     return outcome.value and f"lint: {outcome.value}"
 

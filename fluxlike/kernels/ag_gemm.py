@@ -263,7 +263,9 @@ def ag_gemm_kernel(
             )  # fmt: skip
 
     own_tiles = tl.where(rows > 0, per_chunk, 0)
-    whole = own_tiles + per_chunk * (R - 1) - cut  # tiles that one program computes
+    whole = own_tiles + per_chunk * (R - 1)  # tiles that one program computes
+    if SHARED:
+        whole -= cut
     own_end = turns_before(tl.minimum(own_tiles, whole), program, programs, pushers, head_start)
     done = turns_before(0, program, programs, pushers, head_start) - 1
     for turn in tl.range(done + 1, own_end, flatten=True):

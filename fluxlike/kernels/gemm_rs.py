@@ -302,9 +302,11 @@ def gemm_rs_kernel(
 
     # ---- the own chunk ----------------------------------------------------------------------------------------------
     own_tiles = tl.where(rows > 0, per_chunk, 0)
+    if SHARED:
+        own_tiles -= cut
     first = (program - remote_tiles % programs + programs) % programs
     done = first - programs
-    for tile in tl.range(first, own_tiles - cut, programs, flatten=True):
+    for tile in tl.range(first, own_tiles, programs, flatten=True):
         tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record_begin(ctl, remote_tiles + tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -342,7 +344,7 @@ def gemm_rs_kernel(
         share_own_tiles(
             x, w, bias, out_ptr, stage, work, parts, full, flags, ctl,
             M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, pitch, rank, slot, epoch,
-            unit_tiles_m, tiles_n, own_tiles - cut, cut, lanes, remote_tiles, per_chunk * R + programs,
+            unit_tiles_m, tiles_n, own_tiles, cut, lanes, remote_tiles, per_chunk * R + programs,
             R, S, BM, BN, BK, GROUP_M, COPY_ENGINE, TMA, W_IS_KN, BIAS, TRACE,
         )  # fmt: skip
 
