@@ -321,7 +321,7 @@ def _look_at_settings(facts: Facts) -> None:
     named = env.get("FLUXLIKE_TOPOLOGY")
     try:
         if named:
-            topology.load(named)
+            topology.current()
     except ValueError as error:
         facts.complaints.append(f"FLUXLIKE_TOPOLOGY={named!r}: {error}")
 
