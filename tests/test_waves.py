@@ -29,7 +29,7 @@ WIDE = tiling.Tiling(128, 256, 64, 8, 8, 3, True)
     k_tiles=st.integers(1, 200), late=st.integers(0, 40), lag=st.integers(0, 300),
 )  # fmt: skip
 def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late, lag):
-    """Each step of the tiles has one program; each tile one that finishes it; who gives a part is there, and gives one."""
+    """Each step of the tiles has one program; each tile one that finishes it, which waits for the parts that are given."""
     most = max(behind + more, 0)
     shared, takes = waves.share(behind, most, programs, height, k_tiles, 0.0, late, lag)
     if shared == waves.Shared():
@@ -39,7 +39,7 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
     assert shared.lanes in (height, height // 2)
     found: Counter = Counter()
     finished: Counter = Counter()
-    most_steps, parts = 0, Counter()
+    most_steps, parts, waited = 0, Counter(), Counter()
     for program in range(programs):
         lane, shares, steps, begin, end = tiles.py_lane_share(
             program, programs, shared.cut, shared.lanes, k_tiles, shared.late, shared.lag
@@ -52,9 +52,10 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
             else:
                 finished[lane, place] += 1
                 last = tiles.py_late_of((place + 1) * k_tiles - 1, shares, steps, shared.late, shared.lag) * shared.lanes + lane
-                assert last < programs
+                waited.update(range(program + shared.lanes, last + 1, shared.lanes))
     assert found == {(lane, place): k_tiles for lane in range(shared.lanes) for place in range(shared.cut // shared.lanes)}
     assert finished == dict.fromkeys(found, 1) and all(count == 1 for count in parts.values())
+    assert waited == parts, "a part is not added, or twice, or nobody gives it"
     assert most_steps <= takes
 
 

@@ -146,7 +146,10 @@ def finish_piece(
     value, work, first_part, last_part, lanes, bias, out_ptr, stage, slot, pitch, row, tile_column, column, rank, rows, N, ld,
     set_elements, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``column`` … of a tile at (row, tile_column) of the own chunk: its parts, bias and partials added, and stored."""
+    """Columns ``column`` … of a tile at (row, tile_column) of the own chunk: its parts, bias and partials added, and stored.
+
+    The partials of one rank after the other: with three under way, as in `add_partials`, registers do not suffice.
+    """
     if BN > PIECE:
         left, right = halves(value, BM, BN)
         finish_piece(
