@@ -51,7 +51,7 @@ from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
 M, N, K = 40, 160, 32
-CUT_K = 320  # five steps of k a tile, so that tiles are cut: those of stream_k, and elsewhere those of the last wave
+CUT_K = 192  # three steps of k a tile, so that tiles are cut: those of stream_k, and elsewhere those of the last wave
 WIDE_K = 800  # in ag_gemm four pieces of a shard, of 256 columns at most
 EMPTY_M = 2  # of three ranks the last has no rows
 HEAP_BYTES = 4 << 20
