@@ -13,7 +13,7 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("bench", "choice", "copy_engine", "direct", "docs", "doctor", "init", "interpreter")
+WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs", "doctor", "init", "interpreter")
 WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "mutations", "nodes", "nodes_network", "offsets")
 WITHOUT_TORCHRUN += ("ptx", "public_api", "racecheck", "racecheck_host", "racecheck_memory", "racecheck_tables")
 WITHOUT_TORCHRUN += ("racecheck_waits", "runfile", "sanitizer_case", "scripts", "security", "soak", "tiles", "topology")
@@ -50,7 +50,7 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background: no Ctrl-C would arrive
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if ranks.TORCHRUN_RANK > 0:
-        # All ranks pass and fail together, so rank 0 says it for all.
+        # Ranks mostly pass and fail together, so rank 0 says it for all; of what fails elsewhere, see pytest_runtest_logreport.
         loud = config.pluginmanager.unregister(name="terminalreporter")
         quiet = type(loud)(config, open(os.devnull, "w"))  # noqa: SIM115
         config.pluginmanager.register(quiet, "terminalreporter")
@@ -71,9 +71,10 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_runtest_logreport(report):
-    if ranks.TORCHRUN and ranks.TORCHRUN_RANK == 0 and report.failed:
+    if ranks.TORCHRUN and report.failed:
         # now, and not only at the end: a run on GPUs may be stopped by its limit of time
-        print(f"\n{report.nodeid} failed:\n{report.longreprtext[:3000]}", file=sys.__stderr__, flush=True)
+        said = report.longreprtext[:3000] if ranks.TORCHRUN_RANK == 0 else report.longreprtext[-300:]
+        print(f"\n{report.nodeid} failed on rank {ranks.TORCHRUN_RANK}:\n{said}", file=sys.__stderr__, flush=True)
 
 
 def pytest_sessionstart(session):
