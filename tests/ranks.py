@@ -10,7 +10,8 @@ Two modes, told apart by the environment:
   is also a test of sub-groups. After a failure the ranks may be out of step: the pool is killed, the next use makes a
   new one.
 * pytest started by torchrun, in each rank (``scripts/launch.sh --nproc 4 -m pytest``): all ranks come by the same tests
-  in the same order, the members run the body, and all exchange how it went, so that all pass or fail together.
+  in the same order, the members run the body with the arguments of rank 0, and all exchange how it went, so that all
+  pass or fail together.
 
 `run_fresh` is for tests that break a rank: new processes for one call, and an outcome per rank instead of an exception.
 """
@@ -341,6 +342,12 @@ class _Torchrun:
         self.groups[self.size] = dist.group.WORLD
         self.exchange = dist.new_group(backend="gloo", timeout=timedelta(minutes=15))
 
+    def of_rank_0(self, *said: Any) -> tuple[Any, ...]:
+        """What rank 0 says, on all ranks."""
+        box = [said]
+        dist.broadcast_object_list(box, 0, group=self.exchange)
+        return box[0]
+
     def run(self, body: Callable, world: int, kwargs: dict[str, Any]) -> list[Any]:
         mine = Outcome(self.rank)
         if self.rank < world:
@@ -382,11 +389,12 @@ def run_ranks(
     if not TORCHRUN:
         assert not makes_groups or world == POOL_SIZE
         return _run_in_pool(body, world, timeout, kwargs)
-    there = int(os.environ["WORLD_SIZE"])
-    if world > there or (makes_groups and world != there):
-        pytest.skip(f"needs {world} ranks, torchrun started {there}")
     if _torchrun is None:
         _torchrun = _Torchrun()
+    # What hypothesis draws depends on the modules that are loaded, which are not the same on all ranks.
+    world, kwargs = _torchrun.of_rank_0(world, kwargs)
+    if world > _torchrun.size or (makes_groups and world != _torchrun.size):
+        pytest.skip(f"needs {world} ranks, torchrun started {_torchrun.size}")
     return _torchrun.run(body, world, kwargs)
 
 

@@ -30,7 +30,7 @@ def fuzz(examples: int) -> Callable:
     """The same examples each time, or many new ones in a hunt. A failure prints the call, so nothing is shrunk or kept."""
     return settings(
         max_examples=HUNT or (examples // 6 if TORCHRUN else examples),  # GPUs compile nearly every one
-        derandomize=not HUNT or TORCHRUN,  # the ranks of torchrun draw for themselves
+        derandomize=not HUNT or TORCHRUN,  # as many on each rank of torchrun, of which rank 0's are run
         database=None,
         phases=(Phase.generate,),
         report_multiple_bugs=False,
