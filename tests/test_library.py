@@ -272,6 +272,9 @@ def transformed(group):
             torch.func.jvp(lambda t, op=op: op(t, w, group=group), (x,), (x,))
         with pytest.raises(ValueError, match="forward-mode"):  # as with the weight of a layer
             torch.func.jvp(lambda t, op=op, learned=learned: op(t, learned, group=group), (x,), (x,))
+        for transform in (torch.func.grad, torch.func.jacrev):
+            with pytest.raises(ValueError, match=r"inside of a transform of torch\.func.*use loss\.backward"):
+                transform(lambda t, op=op: op(t, w, group=group).sum())(x)
         spread = distribute_tensor(w, mesh, [Replicate()])
         for operands in ((x, leaf(spread)), (distribute_tensor(x, mesh, [Replicate()]), leaf(w))):
             with pytest.raises(ValueError, match=r"is a DTensor.*to_local"):

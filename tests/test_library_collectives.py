@@ -111,6 +111,8 @@ def compiled(group, backend, sizes):
         (lambda t: fluxlike.all_reduce_(t.T, group), "must be contiguous"),
         (lambda t: fluxlike.broadcast(t, True, group), "root=True is no rank"),
         (lambda t: fluxlike.all_gather(t, group, "8"), "m='8'"),
+        (lambda t: fluxlike.all_gather(t[0, 0], group), "all_gather: x has no dimensions"),
+        (lambda t: fluxlike.reduce_scatter(t[0, 0], group), "reduce_scatter: x has no dimensions"),
         (lambda t: fluxlike.reduce_scatter(t.int(), group), "x has dtype torch.int32"),
     ):
         with pytest.raises(Exception, match=says):

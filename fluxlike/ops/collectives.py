@@ -153,7 +153,12 @@ def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> No
         validate.summable(name, x)
     if x.is_conj():
         raise ValueError(f"{name}: x is a lazily conjugated view, whose memory has other numbers; use x.resolve_conj()")
-    if x.dim() < dims:
+    if dims:
+        check_has_rows(name, x)
+
+
+def check_has_rows(name: str, x: torch.Tensor) -> None:
+    if x.dim() == 0:
         raise ValueError(f"{name}: x has no dimensions, and its first is the one that is shared out; use x.reshape(1)")
 
 

@@ -329,7 +329,9 @@ def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
         if isinstance(t, DTensor):
             raise ValueError(f"{op}: {name} is a DTensor; pass {name}.to_local(); the styles of fluxlike.nn take DTensors")
     if not torch.compiler.is_compiling():
-        validate.no_tangents(op, [(name, t) for name, t, _ in operands])  # the op itself gets its operands without them
+        given = [(name, t) for name, t, _ in operands]
+        validate.no_tangents(op, given)  # the op itself gets its operands without them
+        validate.no_transforms(op, given)
         if operands[0][2] == 2:
             validate.in_rows(op, operands[0][1])
 

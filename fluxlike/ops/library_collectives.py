@@ -91,11 +91,13 @@ def all_reduce_(x: Any, group: dist.ProcessGroup | None, op: str, algo: str) -> 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None, op: str, algo: str) -> torch.Tensor:
     tensors("reduce_scatter", [("x", x, None)])
+    collectives.check_has_rows("reduce_scatter", x)
     return reduce_scatter_op(x.detach(), op, algo, name_of(group))
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, m: Any, algo: str) -> torch.Tensor:
     tensors("all_gather", [("x", x, None)])
+    collectives.check_has_rows("all_gather", x)
     if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
         raise ValueError(f"all_gather: m={m!r} is no number of rows; pass those of all ranks, or leave it out if all have as many")
     return all_gather_op(x.detach(), EVEN if m is None else m, algo, name_of(group))

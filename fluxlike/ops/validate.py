@@ -104,6 +104,16 @@ def no_tangents(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> No
             raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
 
 
+def no_transforms(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
+    """No operand of a recorded call belongs to a transform of torch.func, of which torch's custom ops know nothing."""
+    for name, t in named:
+        if t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            raise ValueError(
+                f"{op}: {name} is inside of a transform of torch.func (as grad, vjp or vmap), which torch's custom ops do not "
+                "support; use loss.backward() or torch.autograd.grad"
+            )
+
+
 def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device) -> None:
     """t is a tensor of ``dims`` dimensions, or any, whose elements lie in this device's memory as its strides say."""
     if isinstance(t, torch.Tensor) and (t.is_quantized or t.is_nested):
