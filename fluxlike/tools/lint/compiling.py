@@ -1,5 +1,7 @@
 """Kernels compiled for a GPU that is not there: Triton's own compiler, down to the machine code."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -145,7 +148,7 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
     options = {"num_warps": launch.warps, "num_stages": launch.stages, **launch.options, **options}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made, said = _compile(source, capability, options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -153,12 +156,29 @@ def build(launch: Launch, capability: int, **options: Any) -> Built:
         registers, stack = (int(number) for number in re.findall(r"\b(?:REG|STACK):(\d+)", usage)[:2])
         local = len(re.findall(r"\b(?:LDL|STL)\b", _run("nvdisasm", "-c", file.name))) if stack else 0
     ptx, shared = made.asm["ptx"], made.metadata.shared
-    why = _serialised(ptx, capability)
+    found = _SERIALISED.search(said or _ptxas(ptx, capability))
+    why = found.group(1) if found else ""
     return Built(launch, capability, ptx, made.asm["ttir"], made.asm["ttgir"], shared, registers, stack, local, why)
 
 
-def _serialised(ptx: str, capability: int) -> str:
-    """What ptxas says of the kernel's wgmma instructions. Triton does not pass it on, and compiles what it knows only once.
+_SERIALISED = re.compile(r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function")
+
+
+def _compile(source: ASTSource, capability: int, options: dict[str, Any]) -> tuple[Any, str]:
+    """What Triton makes of it, and what ptxas says; "" if Triton took it from its cache."""
+    said = io.StringIO()
+    with knobs.nvidia.scope():
+        knobs.nvidia.dump_ptxas_log = True  # to stdout
+        try:
+            with contextlib.redirect_stdout(said):
+                return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options), said.getvalue()
+        except BaseException:
+            print(said.getvalue(), end="")
+            raise
+
+
+def _ptxas(ptx: str, capability: int) -> str:
+    """What ptxas says of a kernel that Triton had in its cache; asked only if there are asynchronous products.
 
     Triton has more than one ptxas, and which of them takes the PTX of an architecture depends on its release.
     """
@@ -167,9 +187,7 @@ def _serialised(ptx: str, capability: int) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        said = _run(get_ptxas(capability).path, f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
-    found = re.search(r"wgmma\.mma_async instructions are serialized due to (.*?) in (?:the )?function", said)
-    return found.group(1) if found else ""
+        return _run(get_ptxas(capability).path, f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
 
 
 def _run(tool: str, *arguments: str) -> str:

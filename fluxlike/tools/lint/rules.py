@@ -176,6 +176,14 @@ def acquires(ptx: Ptx, spec: Spec) -> list[Finding]:
     def step(op: Op, state: State) -> State:
         return frozenset((_known(op, known, waits, ptx.threads), paths.after(op, facts)) for known, facts in state)
 
+    def join(a: State, b: State) -> State:
+        # a way with more facts than another goes nowhere where that one does not; without this they double with each condition
+        found: list[tuple[int, Facts]] = []
+        for known, facts in sorted(a | b, key=lambda way: len(way[1])):
+            if not any(one == known and fewer <= facts for one, fewer in found):
+                found.append((known, facts))
+        return frozenset(found)
+
     def branch(op: Op, taken: bool, state: State) -> State:
         condition = paths.of(op) if op.name.startswith("bra") else None
         ways = ((known, paths.learn(condition, taken, facts)) for known, facts in state)
@@ -184,7 +192,7 @@ def acquires(ptx: Ptx, spec: Spec) -> list[Finding]:
     events = {op.line for op in ptx.ops if op in waits or op in loads or re.match(r"bar|fence", op.name)}
     events |= {op.line for register in paths.registers for op in ptx.definitions.get(register, [])}
     found = []
-    for op, state in ptx.flow(frozenset({(_UNSEEN, NOTHING)}), events, step, frozenset.union, branch):
+    for op, state in ptx.flow(frozenset({(_UNSEEN, NOTHING)}), events, step, join, branch):
         if op not in loads:
             continue
         ways = {known for known, facts in state if paths.value(paths.of(op), facts) is not False}
