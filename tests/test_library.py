@@ -1,5 +1,7 @@
 """torch.ops.fluxlike: schemas, fakes, gradients, and what a compiler may do with calls that other ranks wait for."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -432,3 +434,14 @@ def test_compiled_for_any_number_of_rows():
 @pytest.mark.slow
 def test_compiled_with_what_inductor_fuses():
     run_ranks(compiled, 2, backend="inductor", function="activated", sizes=[8, 16], dynamic=True)
+
+
+def test_every_op_keeps_its_place():
+    """An op that a compiler may drop or move would leave the other ranks waiting."""
+    from torch._higher_order_ops.effects import _EffectType, _get_effect
+
+    importlib.import_module("fluxlike.ops.library_collectives")  # it is loaded when the first of its calls is compiled
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("fluxlike::")]
+    assert {"gemm_rs", "ag_gemm", "gemm_rs_gather", "gemm_ar", "all_reduce", "broadcast"} <= set(names)
+    kept = {name: _get_effect(getattr(torch.ops.fluxlike, name).default) for name in names}
+    assert set(kept.values()) == {_EffectType.ORDERED}, kept
