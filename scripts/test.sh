@@ -11,10 +11,10 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
        test.sh gpu [--nproc N] [--jobs J] [PYTEST ARGS...]
                                                  the test files on N GPUs (default: all), every rank in its own process; with --jobs
                                                  over J pytests side by side, which compile side by side, and after them those tests
-                                                 that stand none beside them; without arguments then those that end processes, and
-                                                 every kernel under compute-sanitizer, on two GPUs, where that is installed. What is
-                                                 behind a test that failed runs in new processes, unless -x is given. With fewer
-                                                 GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
+                                                 that stand none beside them; without arguments then those that end processes or are
+                                                 no rank of torchrun's, and every kernel under compute-sanitizer, in two ranks, where
+                                                 that is installed. What is behind a test that failed runs in new processes, unless -x
+                                                 is given. With fewer GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -45,7 +45,7 @@ sanitize() {
     echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
     return 0
   }
-  [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two GPUs, and there are $fx_gpus."; return 0; }
+  [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two ranks, and there is room for $fx_places."; return 0; }
   for fx_nodes in 1 2; do
     for fx_i in "${!fx_checks[@]}"; do
       FLUXLIKE_VIRTUAL_NODES=$fx_nodes apart bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \

@@ -168,7 +168,7 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
     product = _product(problem, unit * ranks, tile, weight)
     if ranks == 1:
         return CALL + product
-    # as `ag_gemm._deal`: programs without a tile of their own push, too
+    # as `waves.gather`: programs without a tile of their own push, too
     wanted = min(max(choice.pushers, programs - unit), max(1, programs // 2))
     pushers = min(wanted, max(1, height * cdiv(wanted, max(1, height))))
     push = (ranks - 1) * problem.rows * problem.k * problem.dtype.itemsize / min(STORE_RATE, pushers * PUSHER_RATE)
