@@ -1,17 +1,22 @@
-"""An error in the middle of a call, as for want of memory, that the program catches: no rank goes on with another call's data."""
+"""An error in the middle of a call, or of making a context, as for want of memory, that the program catches: no rank goes on with
+another call's data, and nothing is left of a context that nobody has.
+"""
 
 import contextlib
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import told, works
-from ranks import device, run_ranks
+from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
 
 import fluxlike
 from fluxlike.ops import tiling
+from fluxlike.runtime import world
 
 SOON_S = 30.0
+LARGEST = int(os.environ["WORLD_SIZE"]) if TORCHRUN else POOL_SIZE
 
 
 class OutOfMemory(RuntimeError):
@@ -107,3 +112,78 @@ def caught(group, name):
 @pytest.mark.parametrize("name", CASES)
 def test_an_error_that_a_program_catches(name):
     run_ranks(caught, 2, name=name)
+
+
+# making a context
+
+
+@contextlib.contextmanager
+def lacking(call):
+    """The ``call``-th time that memory of this rank alone is asked for, there is none."""
+    executor, calls = world.current().executor, []
+
+    def lasting(make):
+        calls.append(make)
+        if len(calls) == call:
+            raise OutOfMemory("of the test")
+        return type(executor).lasting(executor, make)
+
+    executor.lasting = lasting
+    try:
+        yield
+    finally:
+        del executor.lasting
+    assert len(calls) == call, f"{len(calls)} calls"
+
+
+def held():
+    this = world.current()
+    return this.heap.in_use, len(this.contexts), len(this.control.board.members)
+
+
+#: By operation: its making, and which memory is asked for last.
+MAKING = {
+    "gemm_rs": (lambda group: fluxlike.create_gemm_rs_context(64, 32, 48, torch.bfloat16, group, "copy_engine"), 7),
+    "ag_gemm": (lambda group: fluxlike.create_ag_gemm_context(64, 32, 48, torch.bfloat16, group, "in_kernel"), 6),
+    "gemm_ar": (lambda group: fluxlike.create_gemm_ar_context(64, 32, torch.bfloat16, group), 1),
+}
+
+
+def lacks_memory(group, op):
+    make, last = MAKING[op]
+    works(group)
+    before = held()
+    if dist.get_rank(group) == 1:
+        with lacking(last), pytest.raises(OutOfMemory):
+            make(group)
+    else:
+        said, took = told(lambda: make(group), RuntimeError)
+        assert "rank 1 failed, so no rank goes on: of the test" in said and took < SOON_S, said
+    assert held() == before
+    with make(group):
+        assert held() > before
+    assert held() == before
+    works(group)
+
+
+@pytest.mark.parametrize("op", MAKING)
+def test_a_rank_without_memory_for_a_context(op):
+    run_ranks(lacks_memory, 2, op=op)
+
+
+def half_made(group):
+    """The heap has room for the first of two blocks only, for a group that cannot make it grow."""
+    heap, before = world.current().heap, held()
+    room = heap.nbytes - heap.in_use
+    columns = room * 7 // 10 // 4096  # of 4 KiB in the slots for 1024 rows of two ranks, and as much for the exchange
+    told(lambda: fluxlike.create_gemm_rs_context(1024, columns, 1024, torch.bfloat16, group, "sequential"), RuntimeError)
+    assert held() == before
+    with fluxlike.create_gemm_rs_context(1024, columns // 2, 1024, torch.bfloat16, group, "sequential") as ctx:
+        assert ctx.inner and heap.in_use - before[0] > room // 2
+    assert held() == before
+
+
+def test_a_heap_with_room_for_half_a_context():
+    if LARGEST < 3:
+        pytest.skip("a group of two is the world here, for which the heap grows")
+    run_ranks(half_made, 2)

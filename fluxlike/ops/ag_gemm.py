@@ -15,7 +15,6 @@ from ..kernels import stream_k
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
-from ..runtime import racecheck
 from ..runtime.control import ControlGroup
 from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
@@ -50,11 +49,12 @@ class AGGemmContext(Context):
             self.n = n if n is not None else sum(control.gather(n_here, "create_ag_gemm_context: N"))
             rows = chunk_rows(max_m, control.size)
             flags = cdiv(rows, tiling.MIN_TILE)
-            super().__init__("ag_gemm", control, dtype, schedule, flags, control.size * rows * tiling.round_up(k, 16))
-        self.pushed = self.lasting(flags, dtype=torch.int32, make=torch.zeros)
-        racecheck.watch("ag_gemm.pushed", self.pushed)
-        with control.lock:
-            self.make_exchange(control.size * rows * k)
+            data = control.size * rows * tiling.round_up(k, 16)
+            super().__init__("ag_gemm", control, dtype, schedule, flags, data, control.size * rows * k)
+
+    def take(self) -> None:
+        super().take()
+        self.pushed = self.lasting(self.max_flags, dtype=torch.int32, make=torch.zeros)
 
 
 def create_ag_gemm_context(

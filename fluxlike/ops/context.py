@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from ..kernels import sync
 from ..kernels.tiles import cdiv, chunk_rows
-from ..runtime import racecheck, world
+from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import Compiled, GroupContext, Prepared
+from .group import Compiled, GroupContext, Prepared, taking
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,12 +52,16 @@ class Context(GroupContext):
     """
 
     maker = "fluxlike.ops.context.Context"
-    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready", "work", "parts")
+    watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready", "work", "parts", "scratch")
     payload = ("data",)
     signals = ("head", "full", "flags", "ready")
 
-    def __init__(self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int) -> None:
-        """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets."""
+    def __init__(
+        self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int, exchanged: int
+    ) -> None:
+        """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets;
+        ``exchanged``: elements of what all ranks bring to the largest call.
+        """
         self.dtype, self.schedule, ranks = dtype, schedule, control.size
         self.max_flags = flags
         self.set_elements = tiling.round_up(data, 128)
@@ -82,18 +86,29 @@ class Context(GroupContext):
         self.trace: Trace | None = None
         self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
         self.data = self.region("data", dtype)
-        self.ready = self.lasting(ranks * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
+        self.engine = executor.copy_engine()
+        self.lanes = executor.lanes(("products", control.name)) if schedule in ("auto", choice.DECOMPOSED) else Lanes()
+        #: Of the schedule "sequential": memory for its exchanges; `scratch` lies between these and the products.
+        self.exchange: ExchangeContext | None = None
+        self._exchanged = self._bytes_of(exchanged)
+        with taking(op, control):
+            self.take()
+        self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", self.watched)
+        if self._exchanged and self.size > 1:
+            self.exchange = sequential.memory(op, control, cdiv(self._exchanged, self.size))
+            self.exchange.stats = self.stats
+            self.inner.append(self.exchange)
+
+    def take(self) -> None:
+        """Memory of this rank alone."""
+        executor, schedule = self.world.executor, self.schedule
+        self.ready = self.lasting(self.size * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
         # parts of tiles, and the words that say that they are there; stream_k shares twice a call
-        shares = schedule not in choice.TORCH and cost.may_share(executor.capability, dtype)
+        shares = schedule not in choice.TORCH and cost.may_share(executor.capability, self.dtype)
         places = 2 * executor.programs if schedule == "stream_k" else executor.programs if shares else 1
         self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
-        #: Of the schedule "sequential": memory for its exchanges, and what lies between these and the products.
-        self.exchange: ExchangeContext | None = None
-        self.scratch = self.lasting(16, dtype=dtype)
-        self.engine = executor.copy_engine()
-        self.lanes = executor.lanes(("products", control.name)) if schedule in ("auto", choice.DECOMPOSED) else Lanes()
-        self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", Context.watched)
+        self.scratch = self.lasting(max(16, self._exchanged // self.dtype.itemsize), dtype=self.dtype)
 
     def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
         """`begin` a call, and choose the slot set. ``tile``: None where torch multiplies."""
@@ -101,20 +116,12 @@ class Context(GroupContext):
         self._set ^= 1
         return self._set
 
-    def make_exchange(self, elements: int) -> None:
-        """Memory for calls with schedule "sequential", if there may be any; ``elements``: of all parts of a call. Collective."""
-        nbytes = elements * self.dtype.itemsize
-        why = choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products)
-        if self.schedule == "auto" and why is None:
-            nbytes = min(nbytes, sequential.LIMIT)
-        elif self.schedule != sequential.NAME:
-            return
-        self.scratch = self.lasting(nbytes // self.dtype.itemsize, dtype=self.dtype)
-        racecheck.watch(f"{self.op}.scratch", self.scratch)
-        if self.size > 1:
-            self.exchange = sequential.memory(self.op, self.control, cdiv(nbytes, self.size))
-            self.exchange.stats = self.stats
-            self.inner.append(self.exchange)
+    def _bytes_of(self, exchanged: int) -> int:
+        """Bytes of the largest call with schedule "sequential"; 0 if there is none."""
+        nbytes = exchanged * self.dtype.itemsize
+        if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products) is None:
+            return min(nbytes, sequential.LIMIT)
+        return nbytes if self.schedule == sequential.NAME else 0
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""
@@ -222,7 +229,6 @@ class Context(GroupContext):
         self._used, self._plans = made, self._plans_of.setdefault(made, {})
 
     def drop(self) -> None:
-        racecheck.unwatch(self.scratch)
         if hasattr(self.engine, "close"):
             self.engine.close()
         super().drop()

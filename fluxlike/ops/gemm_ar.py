@@ -11,7 +11,7 @@ from ..runtime import racecheck, world
 from . import all_reduce, exchange, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
-from .group import resolve, wants_gradient
+from .group import resolve, taking, wants_gradient
 from .keeping import kept
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
@@ -30,7 +30,8 @@ class GemmARContext(ExchangeContext):
             self.max_m, self.n, self.dtype, self.algo = max_m, n, dtype, algo
             #: The partial sums of this rank.
             executor = world.current().executor
-            self.partial = executor.lasting(lambda: torch.empty(max_m * n, dtype=dtype, device=executor.device))
+            with taking("gemm_ar", control):
+                self.partial = executor.lasting(lambda: torch.empty(max_m * n, dtype=dtype, device=executor.device))
             super().__init__(KIND, control, *all_reduce.room(max_m * n, dtype, control.size, algo))
         self.maker = "fluxlike.create_gemm_ar_context"
 

@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
-from ..runtime import racecheck
 from ..runtime.control import ControlGroup
 from . import decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
@@ -47,17 +46,17 @@ class GemmRSContext(Context):
             rows = tiling.round_up(chunk_rows(max_m, control.size), 128 * tiling.MAX_SUBS)
             # of stream_k, a chunk may begin and end inside a tile
             flags = (cdiv(rows, tiling.MIN_TILE) + 1) * cdiv(n, tiling.MIN_TILE)
-            super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * rows * tiling.round_up(n, 16))
+            data, exchanged = rows * tiling.round_up(n, 16), chunk_rows(max_m, control.size) * n
+            super().__init__("gemm_rs", control, dtype, schedule, flags, control.size * data, control.size * exchanged)
+
+    def take(self) -> None:
+        super().take()
         #: Of the copy engine: the partial sums that it takes to their owners.
-        copies = schedule in ("auto", "copy_engine", decomposed.NAME) and control.size > 1
-        self.local = self.lasting(self.set_elements if copies else 16, dtype=dtype)
+        copies = self.schedule in ("auto", "copy_engine", decomposed.NAME) and self.size > 1
+        self.local = self.lasting(self.set_elements if copies else 16, dtype=self.dtype)
         #: Of stream_k: this rank's partial sum of its own rows.
-        own = self.set_elements // control.size if schedule == "stream_k" else 16
+        own = self.set_elements // self.size if self.schedule == "stream_k" else 16
         self.own = self.lasting(own, dtype=torch.float32)
-        for name in ("local", "own"):
-            racecheck.watch(f"gemm_rs.{name}", getattr(self, name))
-        with control.lock:
-            self.make_exchange(control.size * chunk_rows(max_m, control.size) * n)
 
 
 def create_gemm_rs_context(

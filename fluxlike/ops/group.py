@@ -4,10 +4,11 @@ A context belongs to a torch group. Making and closing it is collective over the
 meet only through signals in memory (`kernels.sync`), never through the host. Those of operations with a product are in `context`.
 """
 
+import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -47,11 +48,33 @@ class Compiled(Protocol):
 
 
 class Making(type):
-    """Contexts outlive the call that makes them: tensors made in inference mode could not be written to outside of it."""
+    """How contexts are made: whole, or not at all.
+
+    They outlive the call that makes them: tensors made in inference mode could not be written to outside of it.
+    """
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         with torch.inference_mode(False):
-            return super().__call__(*args, **named)
+            context: Any = object.__new__(cls)
+            try:
+                context.__init__(*args, **named)
+            except (PeerTimeout, CallMismatch):  # of ranks that are out of step: what there is stays until finalize
+                raise
+            except (RuntimeError, ValueError):
+                context.unmake()
+                raise
+            return context
+
+
+@contextlib.contextmanager
+def taking(op: str, control: ControlGroup) -> Iterator[None]:
+    """In here a rank takes memory for a context that is its own; if one has too little, that is raised on all. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except RuntimeError as problem:
+        error = problem
+    control.agree(f"{op}: memory of each rank", None, error)
 
 
 class Shared(metaclass=Making):
@@ -64,6 +87,9 @@ class Shared(metaclass=Making):
     def close(self) -> None:
         """Collective, and harmless when called again."""
         raise NotImplementedError
+
+    def unmake(self) -> None:
+        """The making has failed, on all ranks alike: what there is by now goes back, as nobody could close it."""
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -404,15 +430,26 @@ class GroupContext(Shared):
         if mismatch is not None or unseen is not None:
             raise mismatch or unseen  # type: ignore[misc]
 
+    def unmake(self) -> None:
+        for context in (*getattr(self, "inner", ()), self):
+            if hasattr(context, "block"):  # with all that comes before it
+                context.world.executor.synchronize()
+                context._end()
+                if context in context.board.members:
+                    context.board.members.remove(context)
+                context.world.heap.free(context.block)
+
     def _end(self) -> None:
-        """No call comes any more, and the device is done."""
+        """No call comes any more, and the device is done. Of one that is half made, too."""
         self.closed = True
-        _by_ctl.pop(self.ctl.data_ptr(), None)
+        if hasattr(self, "ctl"):
+            _by_ctl.pop(self.ctl.data_ptr(), None)
         if self in self.world.contexts:
             self.world.contexts.remove(self)
         self.drop()
         for name in self.watched:
-            racecheck.unwatch(getattr(self, name))
+            if hasattr(self, name):
+                racecheck.unwatch(getattr(self, name))
 
     def drop(self) -> None:
         """Give up what is not memory of the heap; the device is done."""

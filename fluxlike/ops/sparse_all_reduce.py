@@ -75,6 +75,8 @@ class SparseAllReduceContext(EpochContext):
     have, "direct" if each makes all of them.
     """
 
+    _pending: Pending | None = None
+
     def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
         """Collective."""
         self.rows, self.width, self.dtype, self.wire = rows, width, dtype, wire
@@ -87,7 +89,6 @@ class SparseAllReduceContext(EpochContext):
         #: Whether ids of several ranks have owners: two ranks save nothing, another dtype on the wire would round twice.
         self.owned = ranks > 2 and wire is dtype
         self._lanes = self.world.executor.lanes((NAME, control.name))
-        self._pending: Pending | None = None
         #: Of `fluxlike.nn.Embedding`: when ids may go ahead.
         self.ahead: Any = None
         #: Rows of the table, where the context is for one.

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from . import env, nodes, racecheck
 from .calls import CallBoard
 from .control import ControlGroup, keep_in_children, key_of
-from .errors import CallMismatch, PeerTimeout
+from .errors import PeerTimeout
 from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
@@ -187,7 +187,7 @@ class World:
         for context in sorted(self.contexts, key=lambda context: (context.control.whole.ranks, context.control.key)):
             try:
                 context.close()
-            except (CallMismatch, PeerTimeout) as error:
+            except Exception as error:  # whatever it is, the others, the heap and the connections must be closed, too
                 unseen.append(error)
         everyone, mismatch = self.control.part("fluxlike.finalize")
         if mismatch is not None:

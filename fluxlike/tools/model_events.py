@@ -13,7 +13,8 @@ their messages as `ops.nodes` has them. What each takes is `ops.cost`'s, which w
 * *hierarchical*: `ops.nodes`. Once for every node.
 
 Not in it: the last wave of tiles as all programs share it (`ops.waves`), of which there is no record of several GPUs, but for what
-`ops.cost` has of it where a call is not simulated; networks that are shared or busy, what messages cost the host beyond `Cluster.message`, whether memory suffices.
+`ops.cost` has of it where a call is not simulated; networks that are shared or busy, what messages cost the host beyond
+`Cluster.message`, whether memory suffices.
 """
 
 import heapq
