@@ -55,7 +55,7 @@ class Making(type):
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
         with torch.inference_mode(False):
-            context: Any = object.__new__(cls)
+            context: Any = object.__new__(cls)  # type: ignore[arg-type]
             try:
                 context.__init__(*args, **named)
             except (PeerTimeout, CallMismatch):  # of ranks that are out of step: what there is stays until finalize
