@@ -57,10 +57,10 @@ class Context(GroupContext):
     signals = ("head", "full", "flags", "ready")
 
     def __init__(
-        self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int, exchanged: int
+        self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int, exchanged: int = 0
     ) -> None:
         """Collective. ``flags``: in-kernel flags a source has at most; ``data``: elements of one of the two slot sets;
-        ``exchanged``: elements of what all ranks bring to the largest call.
+        ``exchanged``: elements of what all ranks bring to the largest call with schedule "sequential".
         """
         self.dtype, self.schedule, ranks = dtype, schedule, control.size
         self.max_flags = flags
