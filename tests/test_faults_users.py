@@ -13,7 +13,7 @@ import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import OPS, call, make_context, told, works
 from interp import interrupt_when
-from ranks import device, run_ranks
+from ranks import device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops.group import _waits as waits
@@ -268,3 +268,25 @@ def catches(group):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's host waits for a kernel in CUDA, where Python cannot interrupt it")
 def test_a_caught_interrupt():
     run_ranks(catches, 2)
+
+
+def nobody_s_context(group):
+    """A call without a context fails: no program has what could be closed, and it is told what helps, which does."""
+    fluxlike.init(heap="shm")
+    x, rank = torch.ones(64, 64), dist.get_rank(group)
+    right = fluxlike.gemm_rs(x, x)
+    dist.barrier(group)
+    if rank == 0:
+        for _ in range(2):
+            said, took = told(lambda: fluxlike.gemm_rs(x, x), fluxlike.PeerTimeout)
+            assert "waited 1 s for rank 1" in said and "Call fluxlike.finalize and fluxlike.init on all ranks" in said, said
+            assert took < SOON_S and "Close the context" not in said, said
+    dist.barrier(group)
+    told(fluxlike.finalize, RuntimeError, ValueError)
+    fluxlike.init(heap="shm")
+    assert torch.equal(fluxlike.gemm_rs(x, x), right)
+
+
+def test_what_is_said_where_no_program_has_the_context():
+    outcomes = run_fresh(nobody_s_context, 2, {"FLUXLIKE_TIMEOUT_S": "1"})
+    assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))

@@ -83,6 +83,12 @@ class Shared(metaclass=Making):
     #: The ranks of the group, as the world counts them, and this one's place among them.
     group_ranks: list[int]
     rank: int
+    #: What to do when a call has failed; it ends the message.
+    remedy = "Close the context and make a new one"
+
+    def keep(self) -> None:
+        """It is of calls without a context, so no program has it to close."""
+        self.remedy = "Call fluxlike.finalize and fluxlike.init on all ranks, as calls without a context share one"
 
     def close(self) -> None:
         """Collective, and harmless when called again."""
@@ -328,8 +334,7 @@ class GroupContext(Shared):
             self._error = error
             return
         self._error = RuntimeError(
-            f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}); close the context and make "
-            "a new one"
+            f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}). {self.remedy}"
         )
         for context in (self, *self.inner):  # whose kernels may be in the middle of the same call
             context._seen = True
@@ -363,7 +368,7 @@ class GroupContext(Shared):
             with self.control.lock:
                 self._error = self.board.diagnose() or PeerTimeout(
                     f"{self.op}: what rank {me} has of the calls of this context may be wrong, because rank {other} gave up first; "
-                    f"the message of rank {other} names the cause. Close the context and make a new one",
+                    f"the message of rank {other} names the cause. {self.remedy}",
                     told=2,
                 )
                 self.board.freeze()
@@ -374,13 +379,13 @@ class GroupContext(Shared):
             other = self.group_ranks[abort - 1]
             return PeerTimeout(
                 f"{before}{self.op}: rank {me} stopped waiting for rank {them} ({_WHAT[what]}, call {call}) because rank {other} "
-                f"gave up first; the message of rank {other} names the cause. Close the context and make a new one",
+                f"gave up first; the message of rank {other} names the cause. {self.remedy}",
                 told=2,
             )
         return PeerTimeout(
             f"{before}{self.op}: rank {me} waited {self.limit_s:g} s for rank {them}: {_WHAT[what]} of call {call} (expected "
             f"{want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order; "
-            "FLUXLIKE_TIMEOUT_S sets the limit. Close the context and make a new one"
+            f"FLUXLIKE_TIMEOUT_S sets the limit. {self.remedy}"
         )
 
     def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
@@ -429,6 +434,11 @@ class GroupContext(Shared):
                 self.world.heap.free(context.block)
         if mismatch is not None or unseen is not None:
             raise mismatch or unseen  # type: ignore[misc]
+
+    def keep(self) -> None:
+        for context in self.inner:
+            context.keep()
+        super().keep()
 
     def unmake(self) -> None:
         for context in (*getattr(self, "inner", ()), self):

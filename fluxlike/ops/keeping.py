@@ -39,4 +39,5 @@ def kept(
         if not context.captured:
             context.close()
     this.cached[key] = context = make(wanted)
+    context.keep()
     return context

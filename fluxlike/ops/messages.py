@@ -63,8 +63,8 @@ _ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 class Messages:
     """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far."""
 
-    def __init__(self, op: str, control: ControlGroup) -> None:
-        self.op, self.control, self.bytes = op, control, 0
+    def __init__(self, op: str, control: ControlGroup, inner: GroupContext) -> None:
+        self.op, self.control, self.bytes, self._inner = op, control, 0, inner
         self.node, self.nodes = control.node, control.nodes
 
     def peer(self, node: int) -> int:
@@ -84,13 +84,13 @@ class Messages:
     def differ(self, node: int, ours: str, theirs: str) -> CallMismatch:
         return CallMismatch(
             f"{self.me()} is at call {ours} and {self.named(node)} at call {theirs}; all ranks of a group must make the same "
-            "calls, with the same sizes, in the same order. Close the context and make a new one"
+            f"calls, with the same sizes, in the same order. {self._inner.remedy}"
         )
 
     def gave_up(self, node: int) -> PeerTimeout:
         return PeerTimeout(
             f"{self.op}: {self.me()} stopped waiting for {self.named(node)}, because that one gave up first; its message names the "
-            "cause. Close the context and make a new one",
+            f"cause. {self._inner.remedy}",
             told=1,
         )
 
@@ -100,7 +100,7 @@ class Letters(Messages):
 
     def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
         """``nbytes``, ``sending``, ``inner``: see `Puts`; letters need no memory that is made before."""
-        super().__init__(op, control)
+        super().__init__(op, control, inner)
         #: Of its messages: what a failed context has left unread is not for the next one.
         self._tag = 2 * control.spanning
         self._number = 0
@@ -182,8 +182,8 @@ class Puts(Messages):
 
     def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
         """Collective. ``nbytes``: of the largest payload; ``sending``: payloads of a call that differ; ``inner``: launches."""
-        super().__init__(op, control)
-        self._world, self._inner, count = world.current(), inner, len(self.nodes)
+        super().__init__(op, control, inner)
+        self._world, count = world.current(), len(self.nodes)
         executor = self._world.executor
         self._pitch = _HEADER_BYTES + tiling.round_up(nbytes, 256)
         self._sending = sending
@@ -324,15 +324,14 @@ class Puts(Messages):
             return self.gave_up(node if what == sync.PEER_FAILED.value else abort - 1)
         if what == sync.NODE_FAILED.value:
             return PeerTimeout(
-                f"{self.op}: a rank of node {node} gave up in call {call}; its message names the cause. Close the context and make "
-                "a new one",
+                f"{self.op}: a rank of node {node} gave up in call {call}; its message names the cause. {self._inner.remedy}",
                 told=2,
             )
         thing = "its message" if what == sync.WAIT_MESSAGE.value else "the credit that its slot may be written again"
         return PeerTimeout(
             f"{self.op}: {self.me()} waited {self._limit_s:g} s for {self.named(node)}: {thing} of call {call} (expected {want}, "
             f"saw {seen}). All ranks must be alive, reach each other and make the same calls in the same order; FLUXLIKE_TIMEOUT_S "
-            "sets the limit. Close the context and make a new one"
+            f"sets the limit. {self._inner.remedy}"
         )
 
     def quiet(self) -> None:

@@ -89,6 +89,10 @@ class NodesContext(Shared):
         self.label = f"{what} over {len(self.nodes)} nodes"
         self.world.contexts.insert(self.world.contexts.index(self.inner), self)  # which is closed before what is in it
 
+    def keep(self) -> None:
+        self.inner.keep()
+        super().keep()
+
     def _drop(self) -> None:
         """What was made before a rank failed; no call has used it."""
         if self.messages is not None:
@@ -138,7 +142,7 @@ class NodesContext(Shared):
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
         if self._error is None:
-            ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}; make a new context")
+            ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}. {self.remedy}")
             self._error, self._seen = error if isinstance(error, Exception) else ended, True
             for context in (self.inner, *self.inner.inner):  # the latter of schedule "sequential"
                 context.stop(self._error)

@@ -199,7 +199,7 @@ class SparseAllReduceContext(EpochContext):
             with self.control.lock:
                 self._error = ValueError(
                     f"{NAME}: a gradient had other ids than were started for it, so its result is wrong on all ranks; start "
-                    "those of the gradient, in its order. Close the context and make a new one"
+                    f"those of the gradient, in its order. {self.remedy}"
                 )
                 self.board.freeze()
             self._release()
