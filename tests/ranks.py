@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 TORCHRUN_RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 POOL_SIZE = 4
+#: The most ranks that a test can have.
+LARGEST = int(os.environ["WORLD_SIZE"]) if TORCHRUN else POOL_SIZE
 #: The world of torchrun itself, where it is larger than the worlds that every test runs on.
 LARGE_WORLDS = (int(os.environ["WORLD_SIZE"]),) if TORCHRUN and int(os.environ["WORLD_SIZE"]) > POOL_SIZE else ()
 HEAP_BYTES = 256 << 20

@@ -3,20 +3,18 @@ another call's data, and nothing is left of a context that nobody has.
 """
 
 import contextlib
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from faults import told, works
-from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
+from ranks import LARGEST, device, run_ranks
 
 import fluxlike
 from fluxlike.ops import tiling
 from fluxlike.runtime import world
 
 SOON_S = 30.0
-LARGEST = int(os.environ["WORLD_SIZE"]) if TORCHRUN else POOL_SIZE
 
 
 class OutOfMemory(RuntimeError):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import LIMIT_S, OPS, call, make_context, told, works
-from ranks import POOL_SIZE, TORCHRUN, device, run_ranks
+from ranks import LARGEST, device, run_ranks
 
 import fluxlike
 from fluxlike.kernels import sync
@@ -21,7 +21,6 @@ from fluxlike.ops.gemm_rs import GemmRSContext
 from fluxlike.runtime import calls, world
 
 SOON_S = 30.0
-LARGEST = int(os.environ["WORLD_SIZE"]) if TORCHRUN else POOL_SIZE
 
 
 def empty(ctx, n: int = 128) -> None:

@@ -61,7 +61,7 @@ _ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 
 
 class Messages:
-    """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far."""
+    """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far; ``inner``: the node's context."""
 
     def __init__(self, op: str, control: ControlGroup, inner: GroupContext) -> None:
         self.op, self.control, self.bytes, self._inner = op, control, 0, inner
