@@ -30,11 +30,16 @@ def test_the_last_rows_of_a_table_that_int32_just_holds(monkeypatch):
 def test_kept_memory_is_no_larger_than_kernels_count(monkeypatch):
     """What a call has is checked, and what is kept for it is rounded up: but not beyond that."""
     made = []
+
+    def context(control, rows, *args):
+        made.append(rows)
+        return SimpleNamespace(keep=lambda: None)
+
     control = SimpleNamespace(name="a", size=6, gather=lambda value, what: [value])
     this = SimpleNamespace(cached={}, executor=SimpleNamespace(is_capturing=lambda: False))
     for module in (sparse_all_reduce.world, keeping.world):
         monkeypatch.setattr(module, "current", lambda: this)
-    monkeypatch.setattr(sparse_all_reduce, "SparseAllReduceContext", lambda control, rows, *args: made.append(rows) or made)
+    monkeypatch.setattr(sparse_all_reduce, "SparseAllReduceContext", context)
     for entries in (30_000_000, 40_000_000):
         this.cached.clear()
         sparse_all_reduce._context(control, entries, "exact", 8, torch.float32, torch.float32)
