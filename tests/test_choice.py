@@ -218,6 +218,34 @@ def test_one_rank_multiplies_by_torch():
                 assert choice.choose(other, "auto", {}).transport in ("copy_engine", "in_kernel")
 
 
+#: (op, M, N, K) of what each of two nodes of two H200s multiplies, and whether the host would take longer for it than the GPU.
+HOSTS = (
+    ("gemm_rs", 4096, 4096, 7168, True),
+    ("ag_gemm", 4096, 14336, 4096, True),
+    ("ag_gemm", 4096, 8192, 8192, True),
+    ("ag_gemm", 2048, 24576, 12288, False),
+)
+
+
+@pytest.mark.parametrize(("op", "m", "n", "k", "waits"), HOSTS)
+def test_a_part_of_a_call_between_nodes_is_decomposed_if_it_outlasts_the_host(op, m, n, k, waits):
+    """As a part it is taken for slower than alone, whatever a table has of calls alone; by name it is made as ever."""
+    with dry.recording((9, 0), 4, nodes=2):
+        if op == "gemm_rs":
+            ctx = gemm_rs.create_gemm_rs_context(2 * m, n, 2 * k)
+        else:
+            ctx = ag_gemm.create_ag_gemm_context(2 * m, k, 2 * n)
+        assert ctx.inner.problem(m, n, k).parts == 2
+    alone = on_h200(op, m, n, k, ranks=2)
+    part, made = replace(alone, parts=2), choice.usual(alone, "decomposed")
+    table = {alone.shape: made}
+    assert choice.choose(alone, "auto", {}) == choice.choose(alone, "auto", table) == made
+    assert (choice.choose(part, "auto", table) != made) == (choice.choose(part, "auto", {}) != made) == waits
+    assert choice.choose(part, "decomposed", table) == made
+    ours = choice.usual(alone, "copy_engine")
+    assert choice.choose(part, "auto", {part.shape: ours}) == ours
+
+
 def test_every_transport_has_a_model():
     assert set(cost.MODELS) == {(op, name) for op, names in choice.TRANSPORTS.items() for name in names}
 

@@ -67,6 +67,8 @@ class Problem:
     k: int
     #: Whether auto may leave products to torch, as FLUXLIKE_TORCH_PRODUCTS has it.
     torch_products: bool = True
+    #: Calls like this one of which a call is made: one for each node that a group spans (`ops.nodes`).
+    parts: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -248,6 +250,8 @@ def choose(problem: Problem, schedule: str, table: Mapping[Shape, Choice]) -> Ch
     ``schedule``: "auto", or the transport that the caller wants.
     """
     known = table.get(problem.shape)
+    if known is not None and problem.parts > 1 and known.transport == DECOMPOSED:
+        known = None  # measured alone, where the host has less to do
     if known is not None and schedule in ("auto", known.transport) and why_not(problem, known) is None:
         return known
     options = usuals(problem) if schedule == "auto" else [usual(problem, schedule)]

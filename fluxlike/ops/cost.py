@@ -79,6 +79,9 @@ UNEQUAL = 0.034
 SUMMED, GATHERED = 43e-6, 26e-6
 #: Seconds that the host takes for such a call, and for each rank's part of it: what slow hosts took at least, two ranks.
 HOST, HOST_PART = 110e-6, 45e-6
+#: Seconds that it takes longer where the call is one of those that a call between nodes is made of, with its share of the messages.
+#: Two nodes of two GPUs, slow hosts: 0.32 to 0.57 ms for each of two, measured.
+HOST_BETWEEN = 0.3e-3
 #: K of a context that does not know it.
 LARGE_K = 32768
 
@@ -202,13 +205,18 @@ def _chunk_copy(problem: "Problem") -> float:
     return problem.exchanged // problem.ranks / COPY_RATE + COPY
 
 
+def _host(problem: "Problem") -> float:
+    """Seconds of the host for a call of decomposed."""
+    return HOST + problem.ranks * HOST_PART + (HOST_BETWEEN if problem.parts > 1 else 0.0)
+
+
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
     ranks, product, sent = problem.ranks, slowest_seconds(problem, problem.rows), 0.0
     for part in range(1, ranks):
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
     added = (ranks + 1) * problem.exchanged / ranks / MEMORY_RATE
-    return max(CALL + SUMMED + max(ranks * product, sent) + added, HOST + ranks * HOST_PART)
+    return max(CALL + SUMMED + max(ranks * product, sent) + added, _host(problem))
 
 
 def gathered_beside(problem: "Problem") -> bool:
@@ -224,7 +232,7 @@ def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
     else:
         for shard in range(1, ranks):
             end = max(end, shard * _chunk_copy(problem)) + slowest_seconds(problem, rows)
-    return max(CALL + GATHERED + end, HOST + ranks * HOST_PART)
+    return max(CALL + GATHERED + end, _host(problem))
 
 
 #: The model of each operation and transport.

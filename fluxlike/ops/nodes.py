@@ -113,6 +113,7 @@ class NodesContext(Shared):
         else:
             whole = None if n is None else cdiv(n, len(self.nodes))
             self.inner = AGGemmContext(rows, k, self.dtype, local, self.schedule, whole, here)
+        self.inner.parts = len(self.nodes)
 
     def _make_messages(self, here: int, max_m: Any, n: Any = None, k: Any = None) -> None:
         """gemm_rs has something else for each node; ag_gemm the same for all."""
