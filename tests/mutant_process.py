@@ -33,7 +33,6 @@ KERNELS = (
     "exchange_bulk_kernel",
     "all_reduce_trees_kernel",
     "sparse_all_reduce_kernel",
-    "messages_begin_kernel",
     "messages_head_kernel",
     "messages_came_kernel",
     "messages_end_kernel",
@@ -119,13 +118,13 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     load(module, file)
     compiling = importlib.import_module("fluxlike.tools.lint.compiling")
     variants = importlib.import_module("fluxlike.tools.lint.variants")
-    between_nodes = variants.Case("gemm_rs", "decomposed", nodes=2)
+    between_nodes = [variants.Case(op, "decomposed", nodes=2) for op in ("gemm_rs", "ag_gemm")]
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
-        case = between_nodes if transport == "messages" else variants.Case(*CALLS.get(transport, (op, transport)))
-        cases = [case, variants.Case(op, transport, "waves")] if kernel in SHARING else [case]
+        cases = [variants.Case(op, transport, "waves")] if kernel in SHARING else []
+        cases = between_nodes if transport == "messages" else [variants.Case(*CALLS.get(transport, (op, transport))), *cases]
         for launch in itertools.chain.from_iterable(variants.launches(case, CAPABILITY) for case in cases):
             if launch.name == kernel:
                 built = compiling.build(launch, CAPABILITY)

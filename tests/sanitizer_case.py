@@ -26,7 +26,7 @@ from fluxlike import kernels
 from fluxlike.ops import cost
 from fluxlike.runtime import env, world
 
-MESSAGES = {f"messages_{what}_kernel" for what in ("begin", "head", "came", "end")}
+MESSAGES = {f"messages_{what}_kernel" for what in ("head", "came", "end")}
 BETWEEN_NODES = MESSAGES | {"sum_over_nodes_kernel"}
 KERNELS = (JITFunction, InterpretedFunction)
 launched: set[str] = set()

@@ -93,31 +93,46 @@ def assembly():
             interpreter.builder.create_inline_asm = before
 
 
-def begins(group):
-    """It waits for the credit of each other node, and of nobody else."""
+def heads(this, peer, count, box):
+    """The arguments of a message for so many nodes."""
+    where = box, this.head, this.ctl, *this.inner, this.slot, this.node, peer, RANK, 70, 90
+    return (kernels.messages_head_kernel, *where), dict(J=this.nodes, PEERS=count)
+
+
+def comers(this, peer, count, last=False):
+    """The arguments of a wait for the messages of so many nodes."""
+    where = this.boxes, this.head, this.ctl, *this.inner, this.slot, this.node, peer, RANK, 70, 90, PITCH
+    return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3, PEERS=count, LAST=last)
+
+
+def waits_for_credits(group):
+    """A head waits for the credit of each node that the message goes to, and of nobody else."""
     for this in cases():
-
-        def run(this=this):
-            return this.run(kernels.messages_begin_kernel, this.head, this.ctl, this.slot, this.node, J=this.nodes)
-
-        for peer in this.others:
-            assert run() == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, NOT_THERE)
-            this.head[this.read(peer)] = USED - 1
-            assert run() == (this.read(peer), peer, sync.WAIT_CREDIT.value, USED, USED - 1)
-            this.head[this.read(peer)] = USED
-        head, ctl = this.head.clone(), this.ctl.clone()
-        assert run() is None
-        assert torch.equal(this.head, head) and torch.equal(this.ctl, ctl)
+        for peer, count in [(peer, 1) for peer in this.others] + [(this.others[0], len(this.others))]:
+            args, constants = heads(this, peer, count, this.boxes[0, 0])
+            this.head[1:] = NOT_THERE
+            for receiver in [peer] if count == 1 else this.others:
+                assert this.run(*args, **constants) == (this.read(receiver), receiver, sync.WAIT_CREDIT.value, USED, NOT_THERE)
+                this.head[this.read(receiver)] = USED - 1
+                assert this.run(*args, **constants) == (this.read(receiver), receiver, sync.WAIT_CREDIT.value, USED, USED - 1)
+                assert (this.boxes == NOT_THERE).all()
+                this.head[this.read(receiver)] = USED
+            head, ctl = this.head.clone(), this.ctl.clone()
+            assert this.run(*args, **constants) is None
+            assert torch.equal(this.head, head) and torch.equal(this.ctl, ctl)
+            this.boxes[0, 0] = NOT_THERE
 
 
 def says(group):
     """The head of a message: the sizes, and that it is bad in each of five cases."""
     this = Memory(2, 1, 0)
+    this.head[1:] = USED
     for bad in (None, (this.ctl, sync.FAILED), *[(ctl, sync.FAILED) for ctl in this.inner], *[(h, sync.ABORT) for h in this.heads]):
         if bad is not None:
             bad[0][bad[1].value] = 1
         box = this.boxes[1, 1].fill_(NOT_THERE)
-        assert this.run(kernels.messages_head_kernel, box, this.ctl, *this.inner, RANK, 70, 90) is None
+        args, constants = heads(this, 0, 1, box)
+        assert this.run(*args, **constants) is None
         assert box[:4].tolist() == [70, 90, int(bad is not None), NOT_THERE] and (box[3:] == NOT_THERE).all()
         assert (this.boxes.view(-1)[: -PITCH] == NOT_THERE).all()
         if bad is not None:
@@ -125,29 +140,32 @@ def says(group):
 
 
 def comes(group):
-    """It waits for the message of one node, and changes nothing."""
+    """It waits for the messages of one node or of all, and changes nothing; of one it is the first to be looked at."""
     for this in cases():
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
         mates = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
         for number, mate in enumerate(mates):
             this.inner[0][sync.BASES.value + number] = mate.data_ptr()
-        for peer in this.others:
+            this.inner[1][sync.BASES.value + number] = mate.data_ptr()
+        ctl = this.ctl.clone()
+        for peer, every in itertools.product(this.others, (False, True)):
+            first, count = (this.others[0], len(this.others)) if every else (peer, 1)
 
-            def run(this=this, peer=peer, **how):
-                where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer, 70, 90, PITCH, this.inner[0], RANK)
-                return this.run(kernels.messages_came_kernel, *where, J=this.nodes, L=3, **how)
+            def run(this=this, first=first, count=count, **how):
+                args, constants = comers(this, first, count)
+                return this.run(*args, **constants, **how)
 
             this.head[1:] = USED + 1
             this.head[this.came(peer)] = USED
             assert run() == (this.came(peer), peer, sync.WAIT_MESSAGE.value, USED + 1, USED)
-            this.head[1:] = NOT_THERE
+            if not every:
+                this.head[1:] = NOT_THERE
 
             def arrives(this=this, peer=peer):
                 this.boxes[this.slot, peer, 1] = 90
                 this.head[this.came(peer)] = USED + 1
 
             this.boxes[this.slot, peer, 1] = 91  # of a call before
-            ctl = this.ctl.clone()
             with assembly():  # was it looked at too soon?
                 assert run(arrives=arrives) is None
             assert torch.equal(this.ctl, ctl)
@@ -163,10 +181,14 @@ def comes(group):
 
 
 def ends(group):
-    """The slot was used once more."""
-    for this in cases():
+    """The slot was used once more, also where the wait for the messages is the end."""
+    for this, alone in itertools.product(cases(), (True, False)):
+        this.boxes[this.slot, :, :3], this.head[1:] = torch.tensor([70, 90, 0]), USED + 2
         ctl, inner = this.ctl.clone(), [each.clone() for each in this.inner]
-        assert this.run(kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK) is None
+        args, constants = comers(this, this.others[0], this.nodes - 1, last=True)
+        if alone:
+            args, constants = (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), {}
+        assert this.run(*args, **constants) is None
         ctl[sync.LAST_USE.value + this.slot] += 1
         ctl[sync.EPOCH.value] += 1
         assert torch.equal(this.ctl, ctl) and all(map(torch.equal, this.inner, inner))
@@ -178,7 +200,6 @@ def gives_up(group):
         this.boxes[:], this.head[1:], this.ctl[sync.EPOCH.value] = 0, USED + 1, 11
         record, peer = this.record, this.others[-1]
         this.inner[0][sync.BASES.value : sync.BASES.value + 3] = this.heads[0].data_ptr()
-        where = (this.boxes, this.head, this.ctl, this.slot, this.node, peer, 70, 90, PITCH, this.inner[0], RANK)
 
         def failed(kernel, *args, this=this, record=record, **constants):
             record.zero_()
@@ -191,22 +212,29 @@ def gives_up(group):
             assert this.ctl[sync.FAILED.value] == said[0]
             return said
 
+        of_one, of_all = comers(this, peer, 1), comers(this, this.others[0], this.nodes - 1)
         for *sizes, bad in ((70, 90, 0), (70, 91, 0), (71, 90, 0), (70, 90, 1), (7, 9, 1)):
+            this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
             this.boxes[this.slot, peer, :3] = torch.tensor([*sizes, bad])
             seen, what = sizes[0] * 2**32 + sizes[1], sync.PEER_FAILED if bad else sync.WRONG_MESSAGE
             right = (*sizes, bad) == (70, 90, 0)
-            said = failed(kernels.messages_came_kernel, *where, J=this.nodes, L=3)
-            assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
+            for args, constants in (of_one, of_all):
+                said = failed(*args, **constants)
+                assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
+        this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
+        ending = (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), {}
+        with_messages = comers(this, peer, 1, last=True)
         for words, word in [(ctl, sync.FAILED) for ctl in this.inner] + [(head, sync.ABORT) for head in this.heads]:
-            this.heads[0].zero_()
-            words[word.value] = 1
-            this.ctl[sync.EPOCH.value] = 11
-            said = failed(kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK)
-            assert said == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
-            words[word.value] = 0
+            for args, constants in (ending, with_messages):
+                this.heads[0].zero_()
+                words[word.value] = 1
+                this.ctl[sync.EPOCH.value], this.head[1:] = 11, USED + 99  # of the calls that are tried here
+                said = failed(*args, **constants)
+                assert said == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
+                words[word.value] = 0
 
 
-BODIES = (begins, says, comes, ends, gives_up)
+BODIES = (waits_for_credits, says, comes, ends, gives_up)
 
 
 @pytest.mark.skipif(TORCHRUN, reason="the kernels run under the interpreter, whatever the heap of the ranks")

@@ -172,11 +172,12 @@ def test_flat_sends_as_many_times_the_bytes_as_a_node_has_gpus(call):
 def test_nodes_follow_each_other_and_messages_go_beside():
     """The time of a node's calls where the network is fast, of its messages where it is slow; gemm_rs then adds up."""
     for call in (RS, AG):
-        node = replace(call, m=call.m // 4, **({"k": call.k // 4} if call is RS else {"n": call.n // 4}))
+        node = replace(call, m=call.m // 4, parts=4, **({"k": call.k // 4} if call is RS else {"n": call.n // 4}))
         each = events.group_call(Cluster(1, 2), node)[1]
         fast = events.predict(Cluster(4, 2, net=FAST, message=0.0), call, "hierarchical").seconds
         summed = fast - 4 * each
-        passes = 42 * 512 * call.n / cost.MEMORY_RATE + 5 * cost.TORCH  # 6 + 3 · 10 + 6 bytes of each element, 5 kernels
+        # 6 + 3 · 10 + 6 bytes of each element, 2 kernels, 3 messages
+        passes = 42 * 512 * call.n / cost.MEMORY_RATE + 2 * cost.TORCH + 3 * events.LOOK
         assert summed == pytest.approx(passes if call is RS else 0.0, abs=1e-12)
         message = 512 * (call.n if call is RS else call.k) * 2 / 1e8 + 1e-3
         slow = events.predict(Cluster(4, 2, net=1e8, message=1e-3), call, "hierarchical").seconds

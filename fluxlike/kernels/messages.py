@@ -41,21 +41,19 @@ def _given_up(ctl, rank):
     return _failed(ctl) | (tl.load(head + ABORT, volatile=True) != 0)
 
 
-@triton.jit(do_not_specialize=["slot", "node"])
-def messages_begin_kernel(head, ctl, slot, node, J: tl.constexpr):
-    """What the stream holds behind this may put messages into the slot set on all nodes. One program."""
-    used = tl.load(ctl + LAST_USE + slot)
-    for step in tl.static_range(1, J):  # (A)
-        peer = (node + step) % J
-        wait(head + CAME + (2 + slot) * J + peer, used, ctl, node, WAIT_CREDIT, peer, 0)
-
-
-@triton.jit(do_not_specialize=["rank", "m", "columns"])
-def messages_head_kernel(box, ctl, inner, other, rank, m, columns):
+@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns"])
+def messages_head_kernel(
+    box, head, ctl, inner, other, slot, node, peer, rank, m, columns, J: tl.constexpr, PEERS: tl.constexpr
+):  # fmt: skip
     """The head of a message whose payload is there: what call it is of, and whether the payload is worth anything. One program.
 
+    What the stream holds behind this may put the message into the slot on node ``peer``, and on the PEERS - 1 behind it.
     ``inner``, ``other``: control blocks of contexts of the node, of which this is ``rank``, on which the payload depends.
     """
+    used = tl.load(ctl + LAST_USE + slot)
+    for step in range(PEERS):  # (A)
+        receiver = (peer + step) % J
+        wait(head + CAME + (2 + slot) * J + receiver, used, ctl, node, WAIT_CREDIT, receiver, 0)
     bad = _failed(ctl) | _given_up(inner, rank) | _given_up(other, rank)
     tl.store(box + ROWS, m.to(tl.int64))
     tl.store(box + COLUMNS, columns.to(tl.int64))
@@ -64,30 +62,43 @@ def messages_head_kernel(box, ctl, inner, other, rank, m, columns):
 
 @triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch", "rank"])
 def messages_came_kernel(
-    inbox, head, ctl, slot, node, peer, m, columns, pitch, inner, rank, J: tl.constexpr, L: tl.constexpr
+    inbox, head, ctl, inner, other, slot, node, peer, rank, m, columns, pitch,
+    J: tl.constexpr, L: tl.constexpr, PEERS: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """What the stream holds behind this may read the message of node ``peer``, which is of this call. One program.
+    """What the stream holds behind this may read the messages of node ``peer`` and of the PEERS - 1 behind it, which are of this
+    call. One program.
 
     If there is none, or it is worth nothing, the other ranks of the node know that before this one can pass anything on.
-    ``inner``: control block of a context of the node, of whose L ranks this is ``rank``.
+    ``inner``, ``other``: control blocks of contexts of the node, of whose L ranks this is ``rank``. LAST: none of these has more to
+    do in the call, so that it ends here.
     """
-    wait(head + CAME + slot * J + peer, tl.load(ctl + LAST_USE + slot) + 1, ctl, node, WAIT_MESSAGE, peer, 0)  # (B)
-    box = inbox + (slot * J + peer).to(tl.int64) * pitch
-    theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
-    bad = tl.load(box + BAD, volatile=True)
     ours = m.to(tl.int64) * 4294967296 + columns.to(tl.int64)
-    if ((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0):
-        what = tl.where(bad != 0, PEER_FAILED, WRONG_MESSAGE)
-        _give_up(ctl, node, what, peer, ours, theirs, 0)
+    for step in range(PEERS):
+        sender = (peer + step) % J
+        wait(head + CAME + slot * J + sender, tl.load(ctl + LAST_USE + slot) + 1, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
+        box = inbox + (slot * J + sender).to(tl.int64) * pitch
+        theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
+        bad = tl.load(box + BAD, volatile=True)
+        if ((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0):
+            what = tl.where(bad != 0, PEER_FAILED, WRONG_MESSAGE)
+            _give_up(ctl, node, what, sender, ours, theirs, 0)
     if _failed(ctl):
         for step in range(1, L):
             mate = tl.load(inner + BASES + (rank + step) % L).to(tl.pointer_type(tl.int64))
             tl.atomic_xchg(mate + ABORT, (rank + 1).to(tl.int64), sem="relaxed", scope="sys")
+    if LAST:
+        _end(ctl, inner, other, slot, node, rank)
 
 
 @triton.jit(do_not_specialize=["slot", "node", "rank"])
 def messages_end_kernel(ctl, inner, other, slot, node, rank):
-    """The call ends: its slot set was used once more, and if a rank of this node gave up in it, it failed. One program."""
+    """The call ends, where something of it came behind the last `messages_came_kernel`. One program."""
+    _end(ctl, inner, other, slot, node, rank)
+
+
+@triton.jit
+def _end(ctl, inner, other, slot, node, rank):
+    """The slot set was used once more, and if a rank of this node gave up in the call, it failed."""
     if (_given_up(inner, rank) | _given_up(other, rank)) & (_failed(ctl) == 0):
         _give_up(ctl, node, NODE_FAILED, node, 0, 0, 0)
     tl.store(ctl + LAST_USE + slot, tl.load(ctl + LAST_USE + slot) + 1)

@@ -56,7 +56,7 @@ class Context(GroupContext):
     payload = ("data",)
     signals = ("head", "full", "flags", "ready")
     #: Calls of it of which one is made: several in a group that spans nodes.
-    parts = 1
+    part_of = 1
 
     def __init__(
         self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, flags: int, data: int, exchanged: int = 0
@@ -213,7 +213,7 @@ class Context(GroupContext):
         if full is not None and full != chunk_rows(m, self.size):
             m = full * self.size
         return choice.Problem(
-            self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products, self.parts
+            self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products, self.part_of
         )  # fmt: skip
 
     def choose(self, problem: choice.Problem) -> choice.Choice:

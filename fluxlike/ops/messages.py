@@ -7,7 +7,7 @@ A rank has a counterpart on every other node, and sends each one message a call.
     send(place, node)                   it is on its way, beside what follows; the place is left alone until the call ends
     send_to_all(x)                      the same payload to all other nodes, the nearest behind this one first
     places(rows, columns, dtype)        [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
-    receive(node, place)                what follows may read the payload of a node
+    receive(nodes, places, last)        what follows may read the payloads of these nodes; is any of it a call inside the node?
     read(node)                          what follows does not read it any more
     end()                               all that was sent has left its place
 
@@ -16,19 +16,23 @@ A message is 256 bytes, the head, and the payload behind it; one put takes both.
 and the sizes, and no number of a call: the words are counters, by ADD, and what they are compared with is counted on the device.
 
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
-  message → ``wait`` of ``messages_begin_kernel`` for as many as the slot was used before.
+  message → ``wait`` of ``messages_head_kernel`` for as many as the slot was used before.
 * (B) put-with-signal: NVSHMEM adds one to the word (slot, sender) of the receiver behind the payload → ``wait`` of
   ``messages_came_kernel`` for one more than the slot was used before, which then looks at the head.
 
 *What is worth nothing.* A kernel whose wait runs out goes on with whatever is there. So the head says the sizes of the call, and
 whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, and
-tells the ranks of its node before it passes anything on; ``messages_end_kernel`` reports that one of them has given up by the end
-of the call. So who gets such a result is told. Two windows are left, in which only a later call raises: another program of a rank
-that gives up may publish what is worth nothing just before the abort words are out; and a rank whose wait for a credit ran out
-still puts its message, into a slot that a peer, late by more than the limit, may be reading.
+tells the ranks of its node before it passes anything on; and the end of a call reports that one of them has given up by then. So
+who gets such a result is told. Two windows are left, in which only a later call raises: another program of a rank that gives up may
+publish what is worth nothing just before the abort words are out; and a rank whose wait for a credit ran out still puts its
+message, into a slot that a peer, late by more than the limit, may be reading.
 
-Puts go by a stream of their own, each behind the kernel that writes its payload; (A) is waited for before the first. The next call
-writes the places to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
+*Few launches*, as each takes the host some microseconds, which limit short calls: (A) is waited for where the head is written, not
+by a kernel of its own; gemm_rs, which needs all messages at once, waits for them in one, which also ends the call. A call of
+ag_gemm inside the node comes behind its last message, so it ends by ``messages_end_kernel``.
+
+Puts go by a stream of their own, each behind the kernel that writes its head, which waits for (A). The next call writes the places
+to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
 own waits of streams are not, so none is used. Whose wait runs out, or whose call raises, sets the abort words of its counterparts.
 
 *Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
@@ -66,14 +70,14 @@ class Messages:
     def __init__(self, op: str, control: ControlGroup, inner: GroupContext) -> None:
         self.op, self.control, self.bytes, self._inner = op, control, 0, inner
         self.node, self.nodes = control.node, control.nodes
+        count = len(self.nodes)
+        #: The other nodes, from the next one on, and from the one before on.
+        self.next = [(self.node + distance) % count for distance in range(1, count)]
+        self.before = self.next[::-1]
 
     def peer(self, node: int) -> int:
         """The place in the group of this rank's counterpart on a node."""
         return self.nodes[node][self.control.local.rank]
-
-    def others(self, step: int) -> list[int]:
-        """The other nodes, from the next one on, up or down."""
-        return [(self.node + step * distance) % len(self.nodes) for distance in range(1, len(self.nodes))]
 
     def named(self, node: int) -> str:
         return f"rank {self.control.ranks[self.peer(node)]} on node {node}"
@@ -130,10 +134,14 @@ class Letters(Messages):
 
     def send_to_all(self, x: torch.Tensor) -> None:
         x = x.contiguous()
-        for node in self.others(-1):
+        for node in self.before:
             self.send(x, node)
 
-    def receive(self, node: int, place: torch.Tensor) -> None:
+    def receive(self, nodes: list[int], places: torch.Tensor, last: bool) -> None:
+        for node in nodes:
+            self._receive(node, places[node])
+
+    def _receive(self, node: int, place: torch.Tensor) -> None:
         source, theirs = self.peer(node), torch.empty_like(self.header)
         self.control.receive(theirs, source, self._tag, self.op)
         if theirs[0] == GAVE_UP:
@@ -153,7 +161,7 @@ class Letters(Messages):
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
         self.header = torch.tensor([GAVE_UP, 0, 0, 0], device="cpu")
-        for node in self.others(1):
+        for node in self.next:
             with contextlib.suppress(RuntimeError):  # of one that is gone
                 self._last_words.append(self.control.send(self.header, self.peer(node), self._tag, self.op))
 
@@ -229,7 +237,7 @@ class Puts(Messages):
 
     def _index(self, node: int) -> int:
         """Which of the messages to send is for a node."""
-        return self.others(1).index(node) % self._sending
+        return self.next.index(node) % self._sending
 
     def _payload(self, boxes: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[…, rows, columns] of messages […, bytes]."""
@@ -245,9 +253,8 @@ class Puts(Messages):
 
     def begin(self, m: int, columns: int) -> None:
         self._stream = self._world.executor.on_same_stream(self._stream)
-        self._slot = slot = self._slot ^ 1
-        self._sizes = m, columns
-        self._launch(slot, kernels.messages_begin_kernel, lambda: (self.head, self.ctl, slot, self.node), J=len(self.nodes))
+        self._slot ^= 1
+        self._sizes, self._ended = (m, columns), False
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         index = self._index(node)
@@ -260,13 +267,18 @@ class Puts(Messages):
         return self._once(("places", slot, rows, columns, dtype), make)  # type: ignore[no-any-return]
 
     def send(self, place: torch.Tensor, node: int) -> None:
-        index = self._index(node)
+        self._head(node, 1)
+        self._put(place, node)
+
+    def _head(self, first: int, count: int) -> None:
+        """The head of a message for so many nodes, and their credits."""
+        slot, sizes = self._slot, self._sizes
 
         def args() -> tuple:
-            return (self.outbox[index].view(torch.int64), self.ctl, *self._of_node(), self._inner.rank, *self._sizes)
+            box = self.outbox[self._index(first)].view(torch.int64)
+            return (box, self.head, self.ctl, *self._of_node(), slot, self.node, first, self._inner.rank, *sizes)
 
-        self._launch((index, self._sizes), kernels.messages_head_kernel, args)
-        self._put(place, node)
+        self._launch((slot, first, sizes), kernels.messages_head_kernel, args, J=len(self.nodes), PEERS=count)
 
     def _put(self, place: torch.Tensor, node: int) -> None:
         def addresses() -> tuple[int, int, int]:
@@ -279,21 +291,23 @@ class Puts(Messages):
         self.bytes += nbytes
 
     def send_to_all(self, x: torch.Tensor) -> None:
-        nodes = self.others(-1)
-        place = self.place(nodes[0], x.shape[0], x.shape[1], x.dtype)
+        place = self.place(self.next[0], x.shape[0], x.shape[1], x.dtype)
         place.copy_(x)
-        self.send(place, nodes[0])
-        for node in nodes[1:]:
+        self._head(self.next[0], len(self.next))
+        for node in self.before:
             self._put(place, node)
 
-    def receive(self, node: int, place: torch.Tensor) -> None:
-        slot, sizes = self._slot, self._sizes
+    def receive(self, nodes: list[int], places: torch.Tensor, last: bool) -> None:
+        """``nodes``: one, or all."""
+        slot, sizes, first = self._slot, self._sizes, nodes[0]
 
         def args() -> tuple:
-            where = self.inbox.view(torch.int64), self.head, self.ctl, slot, self.node, node
-            return (*where, *sizes, self._pitch // 8, self._inner.ctl, self._inner.rank)
+            where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), slot, self.node, first
+            return (*where, self._inner.rank, *sizes, self._pitch // 8)
 
-        self._launch((slot, node, sizes), kernels.messages_came_kernel, args, J=len(self.nodes), L=self._inner.size)
+        constants = dict(J=len(self.nodes), L=self._inner.size, PEERS=len(nodes), LAST=last)
+        self._launch((slot, first, sizes), kernels.messages_came_kernel, args, **constants)
+        self._ended = last
 
     def read(self, node: int) -> None:
         word = self._once(("read", self._slot), lambda: self._word((2 + self._slot) * len(self.nodes) + self.node))
@@ -301,13 +315,14 @@ class Puts(Messages):
 
     def end(self) -> None:
         slot = self._slot
-        args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
-        self._launch(slot, kernels.messages_end_kernel, args)
+        if not self._ended:
+            args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
+            self._launch(slot, kernels.messages_end_kernel, args)
         self._puts.join()
 
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
-        pes = [self._pes[node] for node in self.others(1)]
+        pes = [self._pes[node] for node in self.next]
         try:
             self._world.executor.post_to(pes, self.head.data_ptr() + 8 * sync.ABORT.value, self.node + 1)
         except RuntimeError as problem:  # a GPU in this state has an error of its own to report

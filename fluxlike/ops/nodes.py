@@ -113,7 +113,7 @@ class NodesContext(Shared):
         else:
             whole = None if n is None else cdiv(n, len(self.nodes))
             self.inner = AGGemmContext(rows, k, self.dtype, local, self.schedule, whole, here)
-        self.inner.parts = len(self.nodes)
+        self.inner.part_of = len(self.nodes)
 
     def _make_messages(self, here: int, max_m: Any, n: Any = None, k: Any = None) -> None:
         """gemm_rs has something else for each node; ag_gemm the same for all."""
@@ -267,16 +267,15 @@ def gemm_rs(
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
         with ctx.begin(m, n) as call:
             post = ctx.messages
-            for node in post.others(1):
+            for node in post.next:
                 place = post.place(node, call.rows_of_peer(node), n, x.dtype)
                 local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, call.full)
                 post.send(place, node)
             parts = post.places(*y.shape, x.dtype)
             local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, bias, parts[ctx.node], call.full)
-            for node in post.others(1):
-                post.receive(node, parts[node])
+            post.receive(post.next, parts, True)
             ctx.total(parts, y)
-            for node in post.others(1):
+            for node in post.next:
                 post.read(node)
         ctx.stats["bytes"] = post.bytes
         ctx.last_path = f"nodes/{ctx.inner.last_path}"
@@ -304,11 +303,12 @@ def ag_gemm(
         with ctx.begin(m, k) as call:
             post = ctx.messages
             post.send_to_all(x)
-            for node in (ctx.node, *post.others(1)):
+            for node in (ctx.node, *post.next):
                 shard = x
                 if node != ctx.node:
-                    shard = post.places(call.rows_of_peer(node), k, x.dtype)[node]
-                    post.receive(node, shard)
+                    places = post.places(call.rows_of_peer(node), k, x.dtype)
+                    shard = places[node]
+                    post.receive([node], places, False)
                 rows = call.rows(node)
                 part = None if gathered is None else gathered[rows]
                 local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)

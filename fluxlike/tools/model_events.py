@@ -40,6 +40,8 @@ COLLECTIVE, COLLECTIVE_START = 0.75, 30e-6
 #: are simulated here, each given a tile late, as it was when the records were made (`kernels.gemm_rs` gives them sooner since); by
 #: hand to the records.
 SIDE_STREAM = {"gemm_rs": 30e-6, "ag_gemm": cost.COPIES}
+#: Seconds of a look at a message that is there, of a kernel that looks at all of a call: an assumption.
+LOOK = 1e-6
 #: Bytes of an element of bf16, and of a float of a sum.
 ITEM, FLOAT = 2, 4
 
@@ -360,7 +362,7 @@ def hierarchical(cluster: Cluster, call: Call) -> tuple[str, float, float]:
         _scatter_nodes(clock, net, nbytes, seconds, there)
         # of the sum: fp32 made of the first partial, each other one added to it, and rounded
         passes = (ITEM + FLOAT) + (nodes - 1) * (ITEM + 2 * FLOAT) + (FLOAT + ITEM)
-        end = clock.run() + rows * columns * passes / cost.MEMORY_RATE + (nodes + 1) * cost.TORCH
+        end = clock.run() + rows * columns * passes / cost.MEMORY_RATE + 2 * cost.TORCH + (nodes - 1) * LOOK
     else:
         _gather_nodes(clock, net, nbytes, seconds, there)
         end = clock.run()

@@ -154,8 +154,8 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
 
-def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int) -> dict[str, int]:
-    """Operations in the source of a kernel, whatever it is compiled for."""
+def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int, last: bool) -> dict[str, int]:
+    """Operations in the source of a kernel, whatever it is compiled for. ``last``: messages with which a call ends."""
     # waits for words: for everything at once, and for the results of each
     looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
@@ -163,8 +163,10 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
     counts["volatile load"] = 3 * waits + 5 * looks  # words are their own flag, so a look is a plain one that may not be left out
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
     # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
-    counts["volatile load"] += {"messages_head_kernel": 5, "messages_came_kernel": 6, "messages_end_kernel": 6}.get(name, 0)
-    counts["asm fence.acq_rel.sys"] += name in ("messages_came_kernel", "messages_end_kernel")
+    came = name == "messages_came_kernel"
+    ended = int(last or name == "messages_end_kernel")
+    counts["volatile load"] += 5 * (name == "messages_head_kernel") + 6 * came + 6 * ended
+    counts["asm fence.acq_rel.sys"] += came + ended
     return counts
 
 
@@ -216,9 +218,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         ),
         # parts, by reducers and drainers, and results of owners, of each the first and more; the two kinds of chunks
         "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
-        # credits; a message
-        "messages_begin_kernel": (given.get("J", 1) - 1, 0, 0, 0),
-        "messages_head_kernel": (0, 0, 0, 0),
+        # credits; messages
+        "messages_head_kernel": (1, 0, 0, 0),
         "messages_came_kernel": (1, 0, 0, 0),
         "messages_end_kernel": (0, 0, 0, 0),
         # what the stream orders needs no signals
@@ -229,7 +230,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather)
+    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather, given.get("LAST", False))
     if launch.name == "sum_over_nodes_kernel":
         launch = replace(launch, payload=())
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
