@@ -36,6 +36,8 @@ def of_a_group(group):
     finally:
         control.ranks = ranks
     assert key != tp.uuid()
+    named = [(one.group_name, dist.get_process_group_ranks(one)) for one in (group, other)]
+    assert async_tp._groups(group) == named[:1] and all(one in async_tp._groups(None) for one in named)
     assert tp.replaced == 1 and "are outside the group given to fluxlike.init" in str(tp), str(tp)
 
 
@@ -129,6 +131,9 @@ def test_the_key_for_the_cache(monkeypatch, tmp_path):
     changed.write_text(Path(async_tp.rewrite.__file__).read_text() + "#")
     with monkeypatch.context() as patch:
         patch.setattr(async_tp.rewrite, "__file__", str(changed))
+        assert AsyncTP().uuid() != key
+    with monkeypatch.context() as patch:
+        patch.setattr(async_tp, "_groups", lambda group: [("1", [0, 1])])
         assert AsyncTP().uuid() != key
     monkeypatch.setattr(async_tp, "__version__", "0")
     assert AsyncTP().uuid() != key

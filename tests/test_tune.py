@@ -420,7 +420,7 @@ def test_ranks_on_gpus_of_two_kinds_choose_alike(op, nodes):
         executor = SimpleNamespace(
             device=torch.device("cpu"), name=gpus[here].gpu, capability=here, programs=gpus[here].multiprocessors
         )
-        ctx = SimpleNamespace(op=op, size=2, dtype=BF16, world=SimpleNamespace(executor=executor))
+        ctx = SimpleNamespace(op=op, size=2, dtype=BF16, part_of=1 + nodes, world=SimpleNamespace(executor=executor))
         peers = Peers(gpus[other].as_json())
         ctx.tuned = tuned.agreed(SimpleNamespace(whole=peers, size=2) if nodes else peers, op, BF16, executor)
         chosen.append(choice.choose(Context.problem(ctx, 8192, 8192, 8192), "auto", ctx.tuned.table))

@@ -180,16 +180,20 @@ class AsyncTP(CustomGraphPass):
         self.graphs.append(report)
 
     def uuid(self) -> bytes:
-        """For inductor's cache: changes with the library, with what the pass is made of, and with the ranks and the group."""
+        """For inductor's cache: changes with the library, with what the pass is made of, and with the groups that it may find."""
         if self._hits_before is None:
             self._hits_before = _hits()
-        ranks = [dist.get_process_group_ranks(self.group)] if self.group is not None else []
-        if world.is_initialized():
-            ranks.append(world.current().control.ranks)
-        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {ranks}".encode())
+        ranks = [world.current().control.ranks] if world.is_initialized() else []
+        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {ranks} {_groups(self.group)}".encode())
         for module in (__file__, patterns.__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()
+
+
+def _groups(group: dist.ProcessGroup | None) -> list[tuple[str, list[int]]]:
+    """Names and ranks: of ``group``, or of all that this rank is in. A graph has names only, which other programs may have, too."""
+    known = [group] if group is not None else dist.distributed_c10d._world.pg_map if dist.is_initialized() else []
+    return sorted((one.group_name, dist.get_process_group_ranks(one)) for one in known)
 
 
 def _hits() -> int:
