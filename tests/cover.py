@@ -49,11 +49,16 @@ def begin(config: str, kernels: bool) -> None:
 
 
 def quiet(kernels: bool = True) -> None:
-    """From now on kernels run untraced in this process, but for first launches where asked; needs nothing where nobody traces."""
+    """From now on kernels run untraced in this process, but for first launches where asked, and Triton compiles so, by lines of its
+    own; needs nothing where nobody traces."""
     if not is_measured() or sys.gettrace() is None:
         return
+    import triton
+
     from fluxlike.runtime import programs
 
+    compile_ = triton.compile
+    triton.compile = lambda *args, **named: _untraced(lambda: compile_(*args, **named))
     run_grid = programs.run_grid
 
     def quieter(name: str, body: Callable, dims: tuple) -> None:
@@ -66,10 +71,10 @@ def quiet(kernels: bool = True) -> None:
     programs.run_grid = quieter
 
 
-def _untraced(body: Callable) -> None:
+def _untraced(body: Callable) -> Any:
     before = sys.gettrace()
     sys.settrace(None)
     try:
-        body()
+        return body()
     finally:
         sys.settrace(before)

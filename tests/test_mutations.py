@@ -98,8 +98,16 @@ def judge_once(mutant: Mutant, directory: Path) -> str:
         limit = LONG if why_not(mutant) else SHORT
         checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, **where))
     if mutant.compiled_only or mutant.file == "kernels/messages.py":
-        checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(mutant.reached, **where))
+        checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(to_lint(mutant), **where))
     return next((found for check in checks if (found := check())), "")
+
+
+def to_lint(mutant: Mutant) -> list[tuple[str, str]]:
+    """The (kernel, transport) that the lint looks at; of one that is no fault, and so is compiled to the end, one an operation."""
+    if not why_not(mutant):
+        return list(mutant.reached)
+    simplest = sorted(mutant.reached, key=lambda path: len(path[0]), reverse=True)
+    return list({next(op for prefix, op in OF.items() if path[0].startswith(prefix)): path for path in simplest}.values())
 
 
 def on_the_lint(reached: Sequence[tuple[str, str]], **where: str) -> str:
