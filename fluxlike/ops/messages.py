@@ -7,7 +7,7 @@ A rank has a counterpart on every other node, and sends each one message a call.
     send(place, node)                   it is on its way, beside what follows; the place is left alone until the call ends
     send_to_all(x)                      the same payload to all other nodes, the nearest behind this one first
     places(rows, columns, dtype)        [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
-    receive(nodes, places, last)        what follows may read the payloads of these nodes; is any of it a call inside the node?
+    receive(nodes, places, last)        what follows may read the payloads of these nodes; last: it has no call inside the node
     read(node)                          what follows does not read it any more
     end()                               all that was sent has left its place
 
@@ -32,8 +32,8 @@ by a kernel of its own; gemm_rs, which needs all messages at once, waits for the
 ag_gemm inside the node comes behind its last message, so it ends by ``messages_end_kernel``.
 
 Puts go by a stream of their own, each behind the kernel that writes its head, which waits for (A). The next call writes the places
-to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's
-own waits of streams are not, so none is used. Whose wait runs out, or whose call raises, sets the abort words of its counterparts.
+to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's own waits of
+streams are not, so none is used. Whose wait runs out, or whose call raises, sets the abort words of its counterparts.
 
 *Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
 CallMismatch, one that waits too long PeerTimeout.
@@ -298,7 +298,7 @@ class Puts(Messages):
             self._put(place, node)
 
     def receive(self, nodes: list[int], places: torch.Tensor, last: bool) -> None:
-        """``nodes``: one, or all."""
+        """``nodes``: one or all, in the order of `next`."""
         slot, sizes, first = self._slot, self._sizes, nodes[0]
 
         def args() -> tuple:

@@ -273,7 +273,7 @@ def gemm_rs(
                 post.send(place, node)
             parts = post.places(*y.shape, x.dtype)
             local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, bias, parts[ctx.node], call.full)
-            post.receive(post.next, parts, True)
+            post.receive(post.next, parts, last=True)
             ctx.total(parts, y)
             for node in post.next:
                 post.read(node)
@@ -308,7 +308,7 @@ def ag_gemm(
                 if node != ctx.node:
                     places = post.places(call.rows_of_peer(node), k, x.dtype)
                     shard = places[node]
-                    post.receive([node], places, False)
+                    post.receive([node], places, last=False)
                 rows = call.rows(node)
                 part = None if gathered is None else gathered[rows]
                 local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
