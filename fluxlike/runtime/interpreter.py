@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as stock
-from triton.language.semantic import TritonSemantic
 from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import programs
+from .operands import Semantic, init_block_type
 from .programs import Schedule, configure, yield_program
 from .rewriting import interpreted, plain
 
@@ -252,7 +252,7 @@ class _Builder(stock.InterpreterBuilder):
 
 #: What the interpreter calls for every operation; `racehooks` puts its own in front of some.
 builder = _Builder()
-_semantic = TritonSemantic(builder)
+_semantic = Semantic(builder)
 
 
 # kernels as Python functions
@@ -311,7 +311,7 @@ def _in_float32(apply: Callable) -> Callable:
     return wrapped
 
 
-# what Triton makes anew for every value, a fifth of the time of a launch: made once
+# what Triton makes anew for every value, a fifth of the time of a launch: made once (as the types of blocks, in `operands`)
 
 
 @functools.cache
@@ -344,6 +344,7 @@ def _np_dtype(type: Any) -> np.dtype:
 def _lighter() -> list[tuple[Any, str, Any]]:
     """The replacements, as `_patches`; none of those that do not what this Triton does."""
     found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
+    found.append((tl.block_type, "__init__", init_block_type))
     made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
     _init_tensor(ours, made.handle, made.type)
     attributes = [{name: str(value) for name, value in vars(tensor).items()} for tensor in (made, ours)]

@@ -1,0 +1,80 @@
+"""The short ways of `runtime.operands` end where Triton's do."""
+
+import itertools
+
+import numpy as np
+import pytest
+import triton.language as tl
+import triton.runtime.interpreter as stock
+from triton.language.semantic import TritonSemantic
+
+from fluxlike.runtime import interpreter, operands
+
+TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64)
+TYPES += (tl.pointer_type(tl.float32),)
+SHAPES = ((), (4,), (1, 4), (2, 4), (2, 1))
+NUMBERS = (0, -3, 2**31 - 1, 2**31, -(2**31), 2**40, True, 0.5, tl.constexpr(2))
+#: Of what calls it: additions, comparisons, bit operations, divisions.
+USES = ((True, True), (False, False, True), (False, False, False), (False, False, True, True))
+
+
+def block(dtype, shape):
+    values = np.arange(1, 1 + int(np.prod(shape))).reshape(shape or (1,)).astype(stock._get_np_dtype(dtype))
+    return tl.tensor(stock.TensorHandle(values, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+
+def said(semantic, left, right, use):
+    """Types and values of the two operands, or the error."""
+    try:
+        found = semantic.binary_op_type_checking_impl(left, right, *use)
+    except Exception as problem:
+        return type(problem), str(problem)
+    return [(str(t.type), str(t.dtype), [plain(n) for n in t.shape], t.handle.data.dtype, t.handle.data.tolist()) for t in found]
+
+
+def plain(value):
+    return getattr(value, "value", value)
+
+
+def compared(pairs):
+    short, long = operands.Semantic(interpreter.builder), TritonSemantic(interpreter.builder)
+    errors = 0
+    for left, right in pairs:
+        for use in USES:
+            theirs = said(long, left, right, use)
+            assert said(short, left, right, use) == theirs, (left, right, use)
+            errors += isinstance(theirs, tuple)
+    return errors
+
+
+def test_two_tensors():
+    with interpreter._patched():
+        blocks = [block(dtype, shape) for dtype in TYPES for shape in SHAPES]
+        assert compared(itertools.product(blocks, blocks)) > 0
+
+
+def test_a_tensor_and_a_number():
+    with interpreter._patched():
+        blocks = [block(dtype, shape) for dtype in TYPES for shape in SHAPES]
+        pairs = list(itertools.product(blocks, NUMBERS))
+        assert compared(pairs) > 0 and compared((number, tensor) for tensor, number in pairs) > 0
+
+
+def test_nothing_is_done_where_nothing_is_to_be_done():
+    with interpreter._patched():
+        left, right = block(tl.int32, (2, 4)), block(tl.int32, (2, 4))
+        made = interpreter._semantic.binary_op_type_checking_impl(left, right, True, True)
+        assert made[0] is left and made[1] is right
+
+
+@pytest.mark.parametrize("shape", ([4], [2, 4], [8, tl.constexpr(2)], tl.tuple([2, 8]), tl.tuple([tl.constexpr(4)])), ids=str)
+def test_types_of_blocks_that_are_known(shape):
+    for dtype in TYPES:
+        right = vars(tl.block_type(dtype, shape))
+        for _ in range(2):
+            made = object.__new__(tl.block_type)
+            operands.init_block_type(made, dtype, shape)
+            assert vars(made) == right and made.element_ty is dtype
+    for bad in ([], [3], [4.0]):
+        with pytest.raises((TypeError, ValueError)):
+            operands.init_block_type(object.__new__(tl.block_type), tl.int32, bad)
