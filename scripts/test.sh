@@ -151,9 +151,9 @@ if [ $# -eq 0 ]; then
   fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune tune_tool bench bench_ranks bench_sparse doctor
              links public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
-  fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz gemm_ar groups library
-             library_collectives model nn nn_states async_tp compiled_graphs sequential sparse_ahead sparse_all_reduce sparse_index
-             trace trees waves"
+  fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
+             gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_reports compiled_graphs operands racecheck
+             runfile sequential sparse_ahead sparse_all_reduce sparse_index trace trees waves"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done
