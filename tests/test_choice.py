@@ -235,9 +235,9 @@ def test_a_part_of_a_call_between_nodes_is_decomposed_if_it_outlasts_the_host(op
             ctx = gemm_rs.create_gemm_rs_context(2 * m, n, 2 * k)
         else:
             ctx = ag_gemm.create_ag_gemm_context(2 * m, k, 2 * n)
-        assert ctx.inner.problem(m, n, k).parts == 2
+        assert ctx.inner.problem(m, n, k).part_of == 2
     alone = on_h200(op, m, n, k, ranks=2)
-    part, made = replace(alone, parts=2), choice.usual(alone, "decomposed")
+    part, made = replace(alone, part_of=2), choice.usual(alone, "decomposed")
     table = {alone.shape: made}
     assert choice.choose(alone, "auto", {}) == choice.choose(alone, "auto", table) == made
     assert (choice.choose(part, "auto", table) != made) == (choice.choose(part, "auto", {}) != made) == waits

@@ -140,7 +140,7 @@ def says(group):
 
 
 def comes(group):
-    """It waits for the messages of one node or of all, and changes nothing; of one it is the first to be looked at."""
+    """It waits for the messages of one node or of all, looks at each only then, and changes nothing."""
     for this in cases():
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
         mates = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]

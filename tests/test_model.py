@@ -172,7 +172,7 @@ def test_flat_sends_as_many_times_the_bytes_as_a_node_has_gpus(call):
 def test_nodes_follow_each_other_and_messages_go_beside():
     """The time of a node's calls where the network is fast, of its messages where it is slow; gemm_rs then adds up."""
     for call in (RS, AG):
-        node = replace(call, m=call.m // 4, parts=4, **({"k": call.k // 4} if call is RS else {"n": call.n // 4}))
+        node = replace(call, m=call.m // 4, part_of=4, **({"k": call.k // 4} if call is RS else {"n": call.n // 4}))
         each = events.group_call(Cluster(1, 2), node)[1]
         fast = events.predict(Cluster(4, 2, net=FAST, message=0.0), call, "hierarchical").seconds
         summed = fast - 4 * each

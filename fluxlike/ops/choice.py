@@ -68,7 +68,7 @@ class Problem:
     #: Whether auto may leave products to torch, as FLUXLIKE_TORCH_PRODUCTS has it.
     torch_products: bool = True
     #: Calls like this one of which a call is made: one for each node that a group spans (`ops.nodes`).
-    parts: int = 1
+    part_of: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -250,7 +250,7 @@ def choose(problem: Problem, schedule: str, table: Mapping[Shape, Choice]) -> Ch
     ``schedule``: "auto", or the transport that the caller wants.
     """
     known = table.get(problem.shape)
-    if known is not None and problem.parts > 1 and known.transport == DECOMPOSED:
+    if known is not None and problem.part_of > 1 and known.transport == DECOMPOSED:
         known = None  # measured alone, where the host has less to do
     if known is not None and schedule in ("auto", known.transport) and why_not(problem, known) is None:
         return known

@@ -207,7 +207,7 @@ def _chunk_copy(problem: "Problem") -> float:
 
 def _host(problem: "Problem") -> float:
     """Seconds of the host for a call of decomposed."""
-    return HOST + problem.ranks * HOST_PART + (HOST_BETWEEN if problem.parts > 1 else 0.0)
+    return HOST + problem.ranks * HOST_PART + (HOST_BETWEEN if problem.part_of > 1 else 0.0)
 
 
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:

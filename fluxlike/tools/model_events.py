@@ -78,12 +78,12 @@ class Call:
     k: int
 
     #: One for each node, where it is a part of a call between nodes.
-    parts: int = 1
+    part_of: int = 1
 
     def problem(self, cluster: Cluster, ranks: int) -> Problem:
         """As `ops` chooses by, on Hopper and in bf16."""
         sizes = self.m, self.n, self.k
-        return Problem(self.op, (9, 0), cluster.programs, ranks, torch.bfloat16, *sizes, parts=self.parts)
+        return Problem(self.op, (9, 0), cluster.programs, ranks, torch.bfloat16, *sizes, part_of=self.part_of)
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ def hierarchical(cluster: Cluster, call: Call) -> tuple[str, float, float]:
     """As `ops.nodes`: the node's calls one after the other, messages between counterparts beside them. As `group_call`."""
     node, nodes = replace(cluster, nodes=1), cluster.nodes
     rows = chunk_rows(call.m, cluster.ranks)
-    part = replace(call, m=cluster.gpus * rows, parts=nodes)
+    part = replace(call, m=cluster.gpus * rows, part_of=nodes)
     part = replace(part, k=cdiv(call.k, nodes)) if call.op == "gemm_rs" else replace(part, n=cdiv(call.n, nodes))
     path, seconds, _ = group_call(node, part)
     clock = Clock()
