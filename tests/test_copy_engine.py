@@ -195,7 +195,7 @@ def test_graphs_are_bounded_and_freed(engine):
 
 
 class Streams:
-    """torch's streams and events, and NVSHMEM, which write down what is asked of them."""
+    """torch's streams, the driver's order of them, and NVSHMEM, which write down what is asked of them."""
 
     def __init__(self, monkeypatch):
         self.done = []
@@ -205,16 +205,23 @@ class Streams:
             def __init__(self, device=None, priority=0, number=5):
                 self.cuda_stream = number
 
-            def wait_event(self, event):
-                said((self.cuda_stream, "waits for", *event.of))
-
         class Event:
+            """Of torch's, which is made when it is first recorded."""
+
+            cuda_event = 0
+
             def record(self, stream):
-                self.of = "what", stream.cuda_stream, "holds"
+                self.cuda_event = 3
+
+        def order(event, first, then):
+            assert event == 3
+            said((then, "waits for", "what", first, "holds"))
 
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(number=7))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+        monkeypatch.setattr(driver_module, "order", order)
         queued = (lambda *put: said(("put", *put)), lambda *signal: said(("signal", *signal)), "ADD", "SET")
         monkeypatch.setattr(cuda.nvshmem, "_signals", lambda: queued)
         monkeypatch.setattr(cuda.nvshmem, "quiet", lambda stream: said(("quiet", stream)))
@@ -286,7 +293,7 @@ def test_puts_between_what_the_current_stream_does(monkeypatch):
         (7, "waits for", "what", 5, "holds"),
         ("signal", 400, 1, "ADD", 3, 7),
     ]
-    assert len(used) == 2, "NVSHMEM was called with whatever device was current"
+    assert len(used) == 3, "NVSHMEM, or the driver, was called with whatever device was current"
     executor.one_host = False
     puts.quiet()
     assert streams.done[4:] == [("quiet", 5), ("quiet", 7), ("quiet", 11)]

@@ -154,8 +154,8 @@ class Executor:
         self.by_triton.append(args)
         return compiled() if kernel == "known" else compiled(num_ctas=2)
 
-    def current(self):
-        return cuda._AS_IT_IS
+    def is_current(self):
+        return True
 
 
 @pytest.mark.parametrize(("kernel", "by_triton"), (("known", 1), ("strange", 4)))
@@ -189,13 +189,46 @@ def test_a_launch_keeps_no_tensor_alive():
     assert not any(isinstance(arg, torch.Tensor | TensorDescriptor) for arg in held._args)
 
 
+def test_a_launch_makes_its_device_current_where_another_one_is(driver, monkeypatch):
+    """As in a new thread; a stream of the one, and a kernel of the other, would not go together."""
+    executor, on = Executor(), []
+
+    @contextlib.contextmanager
+    def device(which):
+        on.append(which)
+        yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run = cuda.CudaLaunch(executor, "known", 132, arguments(matrix(), matrix()), {}, 8, 3, (0, 1))
+    seen, launch = [], driver.cuLaunchKernel
+    driver.cuLaunchKernel = lambda *args: seen.append(list(on)) or launch(*args)
+    run((matrix(), matrix()))
+    for is_current in (True, False):
+        executor.is_current = lambda is_current=is_current: is_current
+        run((matrix(), matrix()))
+    assert seen == [[], [executor.device]] and on == []
+
+
+def test_order_of_streams(driver):
+    calls = []
+    driver.cuEventRecord = lambda *args: calls.append(("record", *args)) or 0
+    driver.cuStreamWaitEvent = lambda *args: calls.append(("wait", *args)) or 0
+    driver_module.order(3, 7, 5)
+    assert calls == [("record", 3, 7), ("wait", 5, 3, 0)]
+    for name in ("cuStreamWaitEvent", "cuEventRecord"):
+        setattr(driver, name, lambda *args: 700)
+        with pytest.raises(RuntimeError, match=f"{name} failed with CUDA_ERROR_OF_THE_TEST"):
+            driver_module.order(3, 7, 5)
+
+
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 
 
 def c_type(text):
     """What C calls by ``text``: of 4 bytes for what is a small number or the name of an enumeration, of 8 for the rest."""
     wide = "*" in text or text in ("size_t", "cuuint64_t", "unsigned long long", "CUdeviceptr", "CUarray")
-    wide = wide or text in ("CUstream", "CUfunction", "CUgraph", "CUgraphExec", "CUcontext")
+    wide = wide or text in ("CUstream", "CUfunction", "CUgraph", "CUgraphExec", "CUcontext", "CUevent")
     return ctypes.c_uint64 if wide else ctypes.c_uint32
 
 

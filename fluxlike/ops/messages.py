@@ -228,8 +228,8 @@ class Puts(Messages):
         return found
 
     def _launch(self, key: Hashable, kernel: Any, args: Callable[[], tuple], **constants: int) -> None:
-        """A launch of one program; ``args`` are the same whenever ``key`` is."""
-        self._once((kernel, key), lambda: self._inner.prepare(kernel, 1, args(), constants, _ONE, ()))(())
+        """A launch of one program; ``kernel`` and ``args`` are the same whenever ``key`` is."""
+        self._once(key, lambda: self._inner.prepare(kernel, 1, args(), constants, _ONE, ()))(())
 
     def _of_node(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The control blocks of the contexts of this node: of the operation, and of what it exchanges by schedule "sequential"."""
@@ -278,7 +278,7 @@ class Puts(Messages):
             box = self.outbox[self._index(first)].view(torch.int64)
             return (box, self.head, self.ctl, *self._of_node(), slot, self.node, first, self._inner.rank, *sizes)
 
-        self._launch((slot, first, sizes), kernels.messages_head_kernel, args, J=len(self.nodes), PEERS=count)
+        self._launch(("head", slot, first, sizes), kernels.messages_head_kernel, args, J=len(self.nodes), PEERS=count)
 
     def _put(self, place: torch.Tensor, node: int) -> None:
         def addresses() -> tuple[int, int, int]:
@@ -306,7 +306,7 @@ class Puts(Messages):
             return (*where, self._inner.rank, *sizes, self._pitch // 8)
 
         constants = dict(J=len(self.nodes), L=self._inner.size, PEERS=len(nodes), LAST=last)
-        self._launch((slot, first, sizes), kernels.messages_came_kernel, args, **constants)
+        self._launch(("came", slot, first, sizes), kernels.messages_came_kernel, args, **constants)
         self._ended = last
 
     def read(self, node: int) -> None:
@@ -317,7 +317,7 @@ class Puts(Messages):
         slot = self._slot
         if not self._ended:
             args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
-            self._launch(slot, kernels.messages_end_kernel, args)
+            self._launch(("end", slot), kernels.messages_end_kernel, args)
         self._puts.join()
 
     def give_up(self) -> None:

@@ -124,7 +124,6 @@ class NodesContext(Shared):
     # -- a call ---------------------------------------------------------------------------------------------------------
 
     def begin(self, m: int, columns: int) -> "_Call":
-        self.raise_if_failed()
         self.stats["calls"] += 1
         return _Call(self, m, columns)
 
@@ -170,7 +169,8 @@ class NodesContext(Shared):
     def _cause(self) -> Exception | None:
         """What is known by now to have failed, on this node or between nodes: of several errors the one nearest to the cause."""
         found = [context.failure() for context in (self.inner, *self.inner.inner)] + [self.messages.failure()]
-        return min((error for error in found if error is not None), key=lambda error: getattr(error, "told", 0), default=None)
+        errors = [error for error in found if error is not None]
+        return min(errors, key=lambda error: getattr(error, "told", 0)) if errors else None
 
     def check(self) -> None:
         """Wait for the device and raise if a wait of an earlier call ran out; as `GroupContext.check`."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import driver
+from .streams import Order, current
 
 log = logging.getLogger("fluxlike")
 
@@ -65,24 +66,22 @@ class CudaCopyEngine:
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._batch: list[bytes] = []
         self._raw = self._stream.cuda_stream
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._order = Order(device)
         #: None for what could not be made one.
         self._graphs: dict[Any, int | None] = {}
         self._once: set[Any] = set()
 
     def fork(self) -> None:
         self._batch.clear()
-        self._from = torch.cuda.current_stream(self._device)
-        while self._from.cuda_stream == self._raw:  # torch hands out the same ones again; this is not beside the kernel
+        self._from = current(self._device)
+        while self._from == self._raw:  # torch hands out the same ones again; this is not beside the kernel
             self._stream = torch.cuda.Stream(self._device, priority=-1)
             self._raw = self._stream.cuda_stream
-        self._forked.record(self._from)
-        self._stream.wait_event(self._forked)
+        self._order(self._from, self._raw)
 
     def join(self) -> None:
         self._flush()
-        self._joined.record(self._stream)
-        self._from.wait_event(self._joined)
+        self._order(self._raw, self._from)
 
     def queue(self, key: Any, jobs: Callable[[], None]) -> None:
         """Queue what ``jobs`` queues: the same for the same ``key``, in memory that lasts; None if that cannot be said."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from triton import knobs
 
-from . import driver, env, nvshmem
+from . import driver, env, nvshmem, streams
 from .control import ControlGroup
 from .copy_engine import CudaCopyEngine, apart
 from .direct import DirectLaunch, NotKnown
@@ -80,30 +80,28 @@ class CudaPuts:
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
         self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._behind, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._raw, self._order = self._stream.cuda_stream, streams.Order(self._device)
 
     def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
-        self._behind.record(torch.cuda.current_stream(self._device))
-        self._stream.wait_event(self._behind)
         with self._executor.current():
-            nvshmem.put(to, source, nbytes, signal, pe, self._stream.cuda_stream)
+            self._order(streams.current(self._device), self._raw)
+            nvshmem.put(to, source, nbytes, signal, pe, self._raw)
 
     def join(self) -> None:
-        self._joined.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._joined)
+        with self._executor.current():
+            self._order(self._raw, streams.current(self._device))
 
     def add(self, address: int, pe: int) -> None:
         """Add one to a word of another node's, behind what the current stream holds."""
         with self._executor.current():
-            nvshmem.signal(address, 1, pe, torch.cuda.current_stream(self._device).cuda_stream, add=True)
+            nvshmem.signal(address, 1, pe, streams.current(self._device), add=True)
 
     def quiet(self) -> None:
         """What was queued here, on the current stream and of abort words is complete at the other nodes, once these are done."""
         if not self._executor.one_host:  # where GPUs write to each other that is so without
             with self._executor.current():
-                current = torch.cuda.current_stream(self._device).cuda_stream
-                for stream in (self._stream.cuda_stream, current, self._executor.far_posts):
+                for stream in (self._raw, streams.current(self._device), self._executor.far_posts):
                     nvshmem.quiet(stream)
 
 
@@ -119,8 +117,11 @@ class CudaLaunch(Launch):
             if self._direct is None and self._known:
                 self._look_at(compiled, tensors)
             return False
-        with self._executor.current():
+        if self._executor.is_current():
             self._direct(tensors)
+        else:
+            with torch.cuda.device(self._executor.device):
+                self._direct(tensors)
         return True
 
     def _look_at(self, compiled: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -133,8 +134,9 @@ class CudaLaunch(Launch):
 
 def _is_profiled() -> bool:
     """Whether somebody listens to Triton's launches, before or after them."""
-    hooks: Any = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    before: Any = knobs.runtime.launch_enter_hook
+    behind: Any = knobs.runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(behind, "calls", behind))
 
 
 def check_places(ranks: Sequence[int], said: Sequence[tuple[str, int]]) -> None:
@@ -249,7 +251,7 @@ class CudaExecutor:
         A release at system scope: the default of such a write is that those before it are seen first.
         """
         with self.current():
-            raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+            raw = streams.current(self.device)
             driver.write_value(raw, address, value)
 
     def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -331,7 +333,7 @@ class CudaExecutor:
 
         During capture the caller orders: a captured stream must not wait for one outside the graph.
         """
-        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        raw = streams.current(self.device)
         if last is not None and last[0] == raw:
             return last
         if last is not None and self.is_capturing():
@@ -368,13 +370,17 @@ class CudaExecutor:
             engine.remember(key, queue)
 
     def current(self) -> Any:
-        """A ``with`` in which this device is current. It seldom is not: a thread starts on device 0.
+        """A ``with`` in which this device is current. It seldom is not: a thread starts on device 0."""
+        return _AS_IT_IS if self.is_current() else torch.cuda.device(self.device)
+
+    def is_current(self) -> bool:
+        """Whether this device is current; if so, the driver's calls of this thread go to it from now on.
 
         CUDA's runtime gives a thread its context with the first call that needs one; the driver, which is called here, does not.
         """
         if torch.cuda.current_device() != self.device.index:
-            return torch.cuda.device(self.device)
+            return False
         if not getattr(self._threads, "known", False):
             driver.set_context(self._context)
             self._threads.known = True
-        return _AS_IT_IS
+        return True

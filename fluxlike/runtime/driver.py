@@ -19,6 +19,8 @@ _TYPES: dict[str, list[Any]] = {
     "cuMemcpy2DAsync_v2": [_POINTER, _POINTER],
     "cuStreamBatchMemOp_v2": [_POINTER, _NUMBER, _POINTER, _NUMBER],
     "cuStreamWriteValue32_v2": [_POINTER, ctypes.c_uint64, ctypes.c_uint32, _NUMBER],
+    "cuEventRecord": [_POINTER, _POINTER],
+    "cuStreamWaitEvent": [_POINTER, _POINTER, _NUMBER],
     "cuStreamCreate": [_POINTER, _NUMBER],
     "cuStreamSynchronize": [_POINTER],
     "cuStreamDestroy_v2": [_POINTER],
@@ -92,6 +94,12 @@ def copy_2d(stream: int, to: int, pitch_to: int, source: int, pitch_source: int,
 def write_value(stream: int, address: int, value: int) -> None:
     """Set the 32-bit word at ``address``, behind all that was queued before."""
     check(library().cuStreamWriteValue32_v2(stream, address, value, 0), "cuStreamWriteValue32")
+
+
+def order(event: int, first: int, then: int) -> None:
+    """What the stream ``then`` is given next comes behind what ``first`` holds now; ``event`` is used for it."""
+    check(library().cuEventRecord(event, first), "cuEventRecord")
+    check(library().cuStreamWaitEvent(then, event, 0), "cuStreamWaitEvent")
 
 
 def make_stream() -> int:
