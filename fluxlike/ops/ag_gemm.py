@@ -4,7 +4,6 @@ Read with `kernels/ag_gemm.py`, which holds the protocol.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -303,7 +302,7 @@ def _plan(
     if transport == sequential.NAME:
         return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full)
     if transport == decomposed.NAME:
-        return decomposed.gather(ctx, rows, m, k, full, _queue_copies)
+        return decomposed.gather(ctx, rows, m, k, full, _copies)
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
@@ -314,7 +313,7 @@ def _plan(
     collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, full, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
-        copies = [partial(_queue_copies, ctx, rows, full, ld, subs, tile.bm, slot) for slot in (0, 1)]
+        copies = [_copies(ctx, rows, full, ld, subs, tile.bm, slot) for slot in (0, 1)]
     return _Plan(transport, tile, padded, launches, collects, copies)
 
 
@@ -454,19 +453,26 @@ def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:
     return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm
 
 
-def _queue_copies(ctx: AGGemmContext, rows: int, full: int, ld: int, subs: int, bm: int, slot: int, x: torch.Tensor) -> None:
-    """Once the kernel has the peers' credits: this shard to r-1, r-2, …, each copy followed by its flag there."""
-    k, itemsize = x.shape[1], x.element_size()
-    unit_rows = cdiv(cdiv(full, bm), subs) * bm
-    ctx.engine.wait(ctx.ready.data_ptr(), 1)
-    ctx.engine.write(ctx.ready.data_ptr(), 0)
+def _copies(ctx: AGGemmContext, rows: int, full: int, ld: int, subs: int, bm: int, slot: int) -> Callable[[torch.Tensor], None]:
+    """What queues, once the kernel has the peers' credits: a shard to r-1, r-2, …, each copy followed by its flag there.
+
+    All but where a shard lies is worked out here, once.
+    """
+    itemsize, unit_rows = ctx.dtype.itemsize, cdiv(cdiv(full, bm), subs) * bm
+    steps: list[tuple[int, int, int, int]] = []  # the first row, rows, where they go, and their flag
     for step in range(1, ctx.size):
         peer = (ctx.rank - step) % ctx.size
         for sub in range(subs):
-            height = min(unit_rows, rows - sub * unit_rows)
-            if height > 0:
-                ctx.copy(
-                    ctx.peer_data(peer, slot * ctx.set_elements + (ctx.rank * full + sub * unit_rows) * ld), ld * itemsize,
-                    x.data_ptr() + sub * unit_rows * tiling.pitch(x) * itemsize, tiling.pitch(x) * itemsize,
-                    k * itemsize, height, ctx.peer_full(peer, slot, sub),
-                )  # fmt: skip
+            first = sub * unit_rows
+            to = ctx.peer_data(peer, slot * ctx.set_elements + (ctx.rank * full + first) * ld)
+            if rows > first:
+                steps.append((first, min(unit_rows, rows - first), to, ctx.peer_full(peer, slot, sub)))
+
+    def queue(x: torch.Tensor) -> None:
+        ready, source, pitch = ctx.ready.data_ptr(), x.data_ptr(), tiling.pitch(x) * itemsize
+        ctx.engine.wait(ready, 1)
+        ctx.engine.write(ready, 0)
+        for first, height, to, flag in steps:
+            ctx.copy(to, ld * itemsize, source + first * pitch, pitch, x.shape[1] * itemsize, height, flag)
+
+    return queue

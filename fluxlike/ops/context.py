@@ -173,11 +173,12 @@ class Context(GroupContext):
             key = None  # the copies of a graph have no times
         before = self.stats["copies"]
         try:
-            self.world.executor.overlapped(self.engine, launch, key, counted, stuck, then)
+            self.world.executor.overlapped(self.engine, launch, key, queue if key is None else counted, stuck, then)
         except BaseException as error:
             self._broken(error)
             raise
-        self.stats["copies"] = before + self._copies[queue]
+        if key is not None:  # else they were queued one by one, and counted
+            self.stats["copies"] = before + self._copies[queue]
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int, flag: int) -> None:
         """Queue a copy of ``rows`` rows of ``width`` bytes to a peer, then its flag there."""

@@ -135,8 +135,10 @@ def _sources(rank: int, ranks: int, holding: int, merged: bool) -> list[tuple[in
     return [(first, number) for first, number in pieces if number > 0]
 
 
-def gather(ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, queue_copies: Callable[..., None]) -> Gather:
-    """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``queue_copies`` of `ops.ag_gemm`."""
+def gather(
+    ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, copies: Callable[..., Callable[[torch.Tensor], None]]
+) -> Gather:
+    """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``copies`` of `ops.ag_gemm`."""
     ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
     merged = cost.gathered_beside(ctx.problem(m, ctx.n, k, full))
     plan = Gather([], [], [], [])
@@ -149,7 +151,7 @@ def gather(ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, queue_cop
             pieces.append(Piece(arrived, slots[first * full : min((first + number) * full, m), :k], first * full))
         plan.pieces.append(pieces)
         plan.credits.append(_credits(ctx, slot))
-        plan.copies.append(partial(queue_copies, ctx, rows, full, ld, 1, full, slot))
+        plan.copies.append(copies(ctx, rows, full, ld, 1, full, slot))
         plan.end.append(ctx.prepare(ag_gemm_decomposed_end_kernel, 1, (ctx.full, ctx.ctl, m, full, slot, rank), R, _ONE, ()))
     return plan
 

@@ -293,7 +293,7 @@ class Group:
         return found
 
     def _gather(self, remote: list[int], own: list[int]) -> list[list[Tile]]:
-        """`kernels.ag_gemm` and the copies of `ops.ag_gemm._queue_copies`."""
+        """`kernels.ag_gemm` and the copies of `ops.ag_gemm._copies`."""
         ranks, subs, places = self.problem.ranks, self.made.subs, range(self.places)
         arrived = [[Signal() for _ in range((ranks - 1) * subs)] for _ in places]
         for place in places:
