@@ -16,7 +16,8 @@ A message is 256 bytes, the head, and the payload behind it; one put takes both.
 and the sizes, and no number of a call: the words are counters, by ADD, and what they are compared with is counted on the device.
 
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
-  message → ``wait`` of ``messages_head_kernel`` for as many as the slot was used before.
+  message → ``wait`` of ``messages_head_kernel`` for as many as the slot was used before. The counterpart's own message of the call
+  between would say as much if slots took turns; but in a graph of one call each replay uses the same slot.
 * (B) put-with-signal: NVSHMEM adds one to the word (slot, sender) of the receiver behind the payload → ``wait`` of
   ``messages_came_kernel`` for one more than the slot was used before, which then looks at the head.
 
