@@ -117,7 +117,7 @@ class CudaLaunch(Launch):
             if self._direct is None and self._known:
                 self._look_at(compiled, tensors)
             return False
-        if self._executor.is_current():
+        if self._executor.is_current():  # without a ``with``, which takes the host two calls more for each launch
             self._direct(tensors)
         else:
             with torch.cuda.device(self._executor.device):
