@@ -156,8 +156,9 @@ def call(
         if ctx is None:
             ctx = kept(GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
-        rows_of_a_node(ctx, x, weight, bias, y, chunk_rows(m, ctx.size))
+        full = chunk_rows(m, ctx.size)
+        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
+        rows_of_a_node(ctx, x, weight, bias, y, full)
         return y
 
 

@@ -66,11 +66,12 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     if x.dtype not in DTYPES:
         remedy = "a product for the real and one for the imaginary part" if x.is_complex() else "x.to(torch.bfloat16)"
         raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
-    no_tangents(op, [("x", x), ("weight", weight), ("bias", bias)])
+    no_tangents(op, (("x", x), ("weight", weight), ("bias", bias)))
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{op}: {name} has dtype {t.dtype}, x {x.dtype}; they must be the same, use {name}.to({x.dtype})")
-    if x.shape[1] != weight.shape[1]:
+    (m, k), (n, depth) = x.shape, weight.shape
+    if k != depth:
         raise ValueError(
             f"{op}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}, their second sizes (K) must be equal; weight is "
             "[N, K] as in torch.nn.Linear, so pass weight.T if it is [K, N]"
@@ -80,18 +81,18 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
             f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}; it must be [{weight.shape[0]}] (N), contiguous"
         )
     in_rows(op, x)
-    if weight.numel() and not tiling.is_row_major(weight) and weight.stride(0) != 1 and weight.shape[0] > 1:
+    if not tiling.is_row_major(weight) and weight.stride(0) != 1 and n > 1 and weight.numel():
         raise ValueError(
             f"{op}: weight has strides {weight.stride()}, it must be row-major or the transposed view of a row-major tensor; use "
             "weight.contiguous()"
         )
-    for name, size in (("M", x.shape[0]), ("N", weight.shape[0]), ("K", x.shape[1])):
+    for name, size in (("M", m), ("N", n), ("K", k)):
         countable(op, name, size)
 
 
 def in_rows(op: str, x: torch.Tensor) -> None:
     """The rows of x lie as kernels read them."""
-    if x.numel() and x.stride(1) != 1 and x.shape[1] > 1:
+    if x.stride(1) != 1 and x.shape[1] > 1 and x.numel():
         raise ValueError(f"{op}: x has strides {x.stride()}, its rows must be contiguous (stride 1 along K); use x.contiguous()")
 
 
@@ -230,7 +231,7 @@ def output(
 ) -> torch.Tensor:
     """``out`` checked, or a new tensor like x."""
     if out is None:
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
+        return x.new_empty(shape)
     readable(op, "out", out, 2, x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
         raise ValueError(

@@ -46,7 +46,7 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_in_children(thing: Any) -> None:
-    """No destructor of ``thing``, or of what it holds, runs in a forked child.
+    """No destructor of ``thing``, or of what it holds, runs in a forked child, where its ``is_forked`` becomes True, if it has one.
 
     Gloo's would wait for threads that are not there; torch's, of memory that streams used, ends a process that cannot use the GPU.
     """
@@ -62,6 +62,8 @@ def _watch_forks() -> None:
 def _keep() -> None:
     for thing in _kept:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+        if hasattr(thing, "is_forked"):
+            thing.is_forked = True
 
 
 def key_of(group: dist.ProcessGroup) -> str:

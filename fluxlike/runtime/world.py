@@ -48,6 +48,9 @@ class Closable(Protocol):
 class World:
     """What `current` returns between init and finalize."""
 
+    #: This process is a child of the rank, and has its memory but neither its threads nor its connections.
+    is_forked = False
+
     def __init__(self, group: dist.ProcessGroup, heap: str, heap_bytes: int | None, owns_torch: bool) -> None:
         keep_in_children(self)
         self.group, self.owns_torch = group, owns_torch
@@ -161,11 +164,6 @@ class World:
                     self._divide(known)
                     self._controls[name] = known
         return known
-
-    @property
-    def is_forked(self) -> bool:
-        """This process is a child of the rank, and has its memory but neither its threads nor its connections."""
-        return self._process != os.getpid()
 
     def raise_if_forked(self) -> None:
         if self.is_forked:
@@ -307,7 +305,8 @@ def current() -> World:
     """The world, or RuntimeError before init and in a forked child."""
     if _world is None:
         raise RuntimeError("fluxlike is not initialised on this rank; call fluxlike.init() on every rank first")
-    _world.raise_if_forked()
+    if _world.is_forked:
+        _world.raise_if_forked()
     return _world
 
 
