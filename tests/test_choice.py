@@ -161,6 +161,29 @@ def test_the_model_ranks_the_schedules_as_they_were_measured(monkeypatch):
         assert times[took] <= 1.01 * times[rule_before(problem)], (problem.shape, took, times)
 
 
+def test_the_model_of_two_h100s():
+    """torch's product from 16 rows on, and the schedule that auto took, in CUDA graphs."""
+    found = 0
+    for op in ("gemm_rs", "ag_gemm"):
+        data = json.loads((ROOT / "docs" / "measured" / f"2026-11-24-{op}-suites-H100-R2-graph.json").read_text())
+        for shape in data["shapes"]:
+            problem = replace(on_h200(op, shape["m"], shape["n"], shape["k"], 2), memory=cost.MEMORY_RATES[data["environment"]["gpu"]])
+            us = {name: method["ms"]["median"] * 1e3 for name, method in shape["methods"].items()}
+            assert cost.torch_seconds(problem, problem.m) * 1e6 == pytest.approx(us["gemm"], rel=0.22), problem.shape
+            took = shape["methods"]["auto"]["path"].partition("/")[0]
+            assert choice.predict(problem, choice.usual(problem, took)) * 1e6 == pytest.approx(us["auto"], rel=0.22), problem.shape
+            found += 1
+    assert found == 53
+
+
+def test_few_rows_of_a_deep_product_are_for_torch():
+    """Where each chunk reads the whole weight: two H100s took 453 and 782 µs in_kernel, 379 and 711 by torch and an exchange."""
+    for m in (256, 512):
+        problem = replace(on_h200("gemm_rs", m, 16384, 53248, 2), memory=2.95e12)
+        assert choice.choose(problem, "auto", {}).transport == "sequential"
+        assert choice.predict(problem, choice.usual(problem, "in_kernel")) == pytest.approx({256: 453e-6, 512: 782e-6}[m], rel=0.12)
+
+
 def test_when_torch_may_multiply():
     """By auto: few rows, bf16 or fp16, not on the CPU heap. Asked for, always."""
     few, many = on_h200("gemm_rs", 512, 4096, 14336), on_h200("gemm_rs", 8192, 8192, 28672)
@@ -220,8 +243,8 @@ def test_one_rank_multiplies_by_torch():
 
 #: (op, M, N, K) of what each of two nodes of two H200s multiplies, and whether the host would take longer for it than the GPU.
 HOSTS = (
-    ("gemm_rs", 4096, 4096, 7168, True),
-    ("ag_gemm", 4096, 14336, 4096, True),
+    ("gemm_rs", 4096, 8192, 8192, True),
+    ("ag_gemm", 4096, 20480, 4096, True),
     ("ag_gemm", 4096, 8192, 8192, True),
     ("ag_gemm", 2048, 24576, 12288, False),
 )

@@ -427,6 +427,22 @@ def test_ranks_on_gpus_of_two_kinds_choose_alike(op, nodes):
     assert chosen[0] == chosen[1]
 
 
+def test_memory_is_taken_for_as_fast_as_the_slowest_gpu_s():
+    """As a GPU has it that was measured, also where one rank has another; H200s are the measure of those that were not."""
+    h100, a100 = replace(H200, gpu="NVIDIA H100 80GB HBM3"), Machine("NVIDIA A100", (8, 0), 108)
+    found = {}
+    for here, other in ((h100, h100), (h100, H200), (H200, h100), (H200, H200), (a100, a100)):
+        executor = SimpleNamespace(
+            device=torch.device("cpu"), name=here.gpu, capability=here.capability, programs=here.multiprocessors
+        )
+        ctx = SimpleNamespace(op="gemm_rs", size=2, dtype=BF16, part_of=1, world=SimpleNamespace(executor=executor))
+        ctx.tuned = tuned.agreed(Peers(other.as_json()), "gemm_rs", BF16, executor)
+        found[here.gpu[7:11], other.gpu[7:11]] = Context.problem(ctx, 256, 16384, 53248).memory
+    assert found == {("H100", "H100"): 2.95e12, ("H100", "H200"): 2.95e12, ("H200", "H100"): 2.95e12} | dict.fromkeys(
+        (("H200", "H200"), ("A100", "A100")), 4e12
+    )
+
+
 def bad_value(group):
     fluxlike.init(heap="shm", heap_bytes=16 << 20)
     os.environ["FLUXLIKE_TUNE"] = "maybe" if dist.get_rank() == 0 else "on"

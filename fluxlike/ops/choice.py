@@ -69,6 +69,8 @@ class Problem:
     torch_products: bool = True
     #: Calls like this one of which a call is made: one for each node that a group spans (`ops.nodes`).
     part_of: int = 1
+    #: Bytes a second from the GPU's memory.
+    memory: float = cost.MEMORY_RATE
 
     @property
     def shape(self) -> Shape:

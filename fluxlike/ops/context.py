@@ -214,7 +214,8 @@ class Context(GroupContext):
         if full is not None and full != chunk_rows(m, self.size):
             m = full * self.size
         return choice.Problem(
-            self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products, self.part_of
+            self.op, agreed.capability, agreed.multiprocessors, self.size, self.dtype, m, n, k, agreed.torch_products, self.part_of,
+            agreed.memory,
         )  # fmt: skip
 
     def choose(self, problem: choice.Problem) -> choice.Choice:

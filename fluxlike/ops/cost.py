@@ -5,14 +5,15 @@ docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the mod
 most within a tenth; the schedule that it picks within 2 % of the best one, but for one). For other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end. Where
-  the last wave is shared (`waves`), it takes its part of that, and `SHARING`; no call of several GPUs has been measured with it.
+  the last wave is shared (`waves`), it takes its part of that, and `SHARING`. Beside it the weight is read from memory, once for
+  each group of rows of tiles; with few rows that takes about as long, and neither hides the other wholly (`_beside`).
 * gemm_rs, copy_engine: copies begin when their part is computed, one after the other. The own chunk is last; a tile of it
   ends when the partial sums are there, and the tiles that its program still has come behind it. Parts of a chunk share less in
   the L2 cache (`CUT`).
 * gemm_rs, in_kernel: tiles of one wave are stored to the peers at the same time, for which the product waits; after some waves
   the programs have drifted apart and one computes while another stores (`DRIFT`), which still costs something (`BESIDE`).
 * ag_gemm, copy_engine: the shards arrive one after the other; what is left of the product comes behind the last.
-* sequential: torch's product, then or before an exchange (`exchange.seconds`).
+* sequential: torch's product, then or before an exchange (`exchange.seconds`), in which ranks meet whose products end apart.
 * decomposed: torch's products, one a chunk, and copies as above; gemm_rs then adds up the partial sums from memory. Whether a
   call is in a graph is not known, so it takes as long as the host does at least.
 * ag_gemm, in_kernel: the pushers' programs are missing to the product, and all shards arrive together.
@@ -51,13 +52,22 @@ PUSHER_RATE = 18e9
 TILE_RATE = 5.5e12
 #: Seconds from the last product of a tile of 128×256 to the first of the next; fitted.
 TILE_END = 2e-6
-#: Seconds that a call takes longer for the exchange of parts where its last wave is shared: measured on one GPU that plays one rank
-#: of four.
-SHARING = {"ag_gemm": 25e-6, "gemm_rs": 35e-6}
+#: Seconds that a call takes longer where its last wave is shared: medians of what two H100s took. One H200 that plays one rank of
+#: four takes 25, and 25 to 68 for either transport of gemm_rs (docs/measured/2026-11-24-waves.md).
+SHARING = {
+    ("ag_gemm", "copy_engine"): 25e-6,
+    ("ag_gemm", "in_kernel"): 25e-6,
+    ("gemm_rs", "copy_engine"): 130e-6,
+    ("gemm_rs", "in_kernel"): 57e-6,
+}
 #: Bytes a second from the GPU's memory, which a product with few rows reads its weight at, and seconds that a product of torch's
-#: takes beside: with 64 rows 32.1 and 61.9 µs for weights of 117 and 235 MB, measured.
-MEMORY_RATE = 4e12
+#: takes beside, measured: with 64 rows, H200s took 32.1 and 61.9 µs for weights of 117 and 235 MB, and H100s with 16 rows 80.8,
+#: 161 and 294 for 235, 470 and 872 MB. Other GPUs are taken for the first.
+MEMORY_RATES = {"NVIDIA H200": 4e12, "NVIDIA H100 80GB HBM3": 2.95e12}
+MEMORY_RATE = MEMORY_RATES["NVIDIA H200"]
 TORCH = 2.5e-6
+#: How well products and the reading of the weight hide each other, of torch and of our kernels: see `_beside`. Fitted to H100s.
+TORCH_HIDES, OURS_HIDE = 4, 3
 #: Rate of multiply-adds of fp32 against bf16: an assumption, from the data sheet.
 FP32 = 0.06
 #: Rate of tiles of 64 rows against 128: an assumption.
@@ -67,18 +77,22 @@ LOW = 0.75
 CALL = 4e-6
 COPIES = 40e-6
 COPY = 5e-6
+#: Of a gemm_rs with copies to few peers, for each: two ranks, since tiles are signalled early. Of four there are no such records.
+COPIES_PEER = 13e-6
 GATHER = 29e-6
 #: Of the product, for each time that chunks are halved: 8192×8192×28672 1488, 1532, 1561 µs, measured.
 CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
 DRIFT = 5.0
 BESIDE = 0.12
-#: What torch's product takes longer for each rank beyond two, where they meet in every call. Fitted.
+#: What torch's product takes longer for each rank beyond two where they meet in every call, and half of it for each rank where they
+#: meet right behind it; fitted.
 UNEQUAL = 0.034
 #: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted.
 SUMMED, GATHERED = 43e-6, 26e-6
-#: Seconds that the host takes for such a call, and for each rank's part of it: what slow hosts took at least, two ranks.
-HOST, HOST_PART = 110e-6, 45e-6
+#: Seconds that the host takes for such a call, and for each rank's part of it: medians of slow hosts, of 208 to 269 and 333 µs
+#: (gemm_rs, two and four ranks), 324 to 444 and 426 to 492 (ag_gemm).
+HOST = {"gemm_rs": (150e-6, 45e-6), "ag_gemm": (320e-6, 40e-6)}
 #: Seconds that it takes longer where the call is one of those that a call between nodes is made of, with its share of the messages.
 #: Two nodes of two GPUs, slow hosts: 0.32 to 0.57 ms for each of two, measured.
 HOST_BETWEEN = 0.3e-3
@@ -104,13 +118,28 @@ def tile_seconds(problem: "Problem", choice: "Choice", depth: int, faster: float
     return 2 * tile.bm * tile.bn * depth / rate + TILE_END * tile.bm * tile.bn / (128 * 256)
 
 
-def _product(problem: "Problem", tiles: int, seconds: float, weight: int) -> float:
-    """Seconds of a product of so many tiles, with a weight of so many elements. The last wave is shared if that is faster."""
+def _beside(first: float, second: float, order: int) -> float:
+    """Seconds of two things that hide each other, all the better the higher ``order`` is; without a limit it is the longer one."""
+    return float((first**order + second**order) ** (1 / order))
+
+
+def _groups(height: int, choice: "Choice") -> float:
+    """Of so many rows of tiles: groups of `tiles.grouped`, in which a column of the weight is read once."""
+    return max(1.0, height / choice.tile.group_m)
+
+
+def _product(problem: "Problem", choice: "Choice", tiles: int, seconds: float, groups: float, depth: int) -> float:
+    """Seconds of a product of so many tiles of so many seconds, in so many groups of rows, ``depth`` deep.
+
+    The last wave is shared if that is faster.
+    """
     waves, behind = divmod(tiles, problem.programs)
     last = seconds if behind else 0.0
     if waves and may_share(problem.capability, problem.dtype):
-        last = min(last, behind / problem.programs * seconds + SHARING[problem.op])
-    return max(waves * seconds + last, weight * problem.dtype.itemsize / MEMORY_RATE)
+        last = min(last, behind / problem.programs * seconds + SHARING[problem.op, choice.transport])
+    passes = max(1.0, min(groups, tiles / problem.programs))  # tiles of one wave read it together
+    read = passes * problem.columns * depth * problem.dtype.itemsize / problem.memory
+    return _beside(waves * seconds + last, read, OURS_HIDE)
 
 
 def _reduce_scatter(problem: "Problem", choice: "Choice") -> tuple[int, int, float]:
@@ -125,38 +154,40 @@ def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
     unit, rows, tile = _reduce_scatter(problem, choice)
     tile *= 1 + CUT * log2(subs)
     depth = cdiv(problem.k or LARGE_K, ranks)
-    end = _product(problem, unit * subs * ranks, tile, problem.n * depth)
+    groups = ranks * subs * _groups(rows // choice.tile.bm, choice)
+    end = _product(problem, choice, unit * subs * ranks, tile, groups, depth)
     sent, copy = 0.0, rows * problem.n * problem.dtype.itemsize / COPY_RATE + COPY
     for part in range((ranks - 1) * subs):
         sent = max(sent, cdiv(unit * (part + 1), problem.programs) * tile) + copy
         if part >= (ranks - 2) * subs:  # the last peer's to this rank: tiles of the own chunk wait for it
             behind = unit * (subs - (part - (ranks - 2) * subs)) - 1
             end = max(end, sent + behind // problem.programs * tile)
-    return CALL + COPIES + end
+    return CALL + min(COPIES, (ranks - 1) * COPIES_PEER) + end
 
 
 def gemm_rs_stores(problem: "Problem", choice: "Choice") -> float:
     ranks, itemsize = problem.ranks, problem.dtype.itemsize
-    unit, _, tile = _reduce_scatter(problem, choice)
+    unit, rows, tile = _reduce_scatter(problem, choice)
     depth = cdiv(problem.k or LARGE_K, ranks)
     wave = problem.programs * choice.tile.bm * choice.tile.bn * itemsize / STORE_RATE
-    product = _product(problem, unit * ranks, tile, problem.n * depth)
+    product = _product(problem, choice, unit * ranks, tile, ranks * _groups(rows // choice.tile.bm, choice), depth)
     waves = unit * (ranks - 1) / problem.programs
     stored = (min(waves, DRIFT) + BESIDE * max(waves - DRIFT, 0)) * wave
     wire = (ranks - 1) * problem.rows * problem.n * itemsize / STORE_RATE
     return CALL + max(product + stored, wire + tile)
 
 
-def _gather(problem: "Problem", choice: "Choice") -> tuple[int, int, float]:
-    """Tiles of a shard, rows of tiles in it, seconds of a tile."""
+def _gather(problem: "Problem", choice: "Choice") -> tuple[int, int, float, float]:
+    """Tiles of a shard, rows of tiles in it, seconds of a tile; groups of all shards, in which those of the peers are together."""
     height = cdiv(problem.rows, choice.tile.bm)
-    return height * cdiv(problem.columns, choice.tile.bn), height, tile_seconds(problem, choice, problem.k)
+    groups = _groups(height, choice) + (_groups(height * (problem.ranks - 1), choice) if problem.ranks > 1 else 0.0)
+    return height * cdiv(problem.columns, choice.tile.bn), height, tile_seconds(problem, choice, problem.k), groups
 
 
 def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
-    ranks, subs, weight = problem.ranks, choice.subs, problem.columns * problem.k
-    unit, _, tile = _gather(problem, choice)
-    end = _product(problem, unit * ranks, tile * (1 + CUT * log2(subs)), weight)
+    ranks, subs = problem.ranks, choice.subs
+    unit, _, tile, groups = _gather(problem, choice)
+    end = _product(problem, choice, unit * ranks, tile * (1 + CUT * log2(subs)), groups, problem.k)
     copy = problem.rows * problem.k * problem.dtype.itemsize / COPY_RATE + COPY * subs
     for shard in range(1, ranks):
         # the tiles of a shard begin with its first part
@@ -166,9 +197,9 @@ def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
 
 
 def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
-    ranks, programs, weight = problem.ranks, problem.programs, problem.columns * problem.k
-    unit, height, tile = _gather(problem, choice)
-    product = _product(problem, unit * ranks, tile, weight)
+    ranks, programs = problem.ranks, problem.programs
+    unit, height, tile, groups = _gather(problem, choice)
+    product = _product(problem, choice, unit * ranks, tile, groups, problem.k)
     if ranks == 1:
         return CALL + product
     # as `waves.gather`: programs without a tile of their own push, too
@@ -187,7 +218,7 @@ def torch_seconds(problem: "Problem", rows: int) -> float:
     waves = cdiv(rows, 128) * cdiv(problem.columns, 256) / problem.programs
     if 0.5 < waves < 2 and problem.dtype != torch.float32:  # fewer tiles are split, more are of sizes that go up better
         seconds = max(seconds, FEW_WAVES * ceil(waves) * (2 * 128 * 256 * depth / TILE_RATE + TILE_END))
-    return TORCH + max(seconds, problem.columns * depth * problem.dtype.itemsize / MEMORY_RATE)
+    return TORCH + _beside(seconds, problem.columns * depth * problem.dtype.itemsize / problem.memory, TORCH_HIDES)
 
 
 def slowest_seconds(problem: "Problem", rows: int) -> float:
@@ -196,8 +227,10 @@ def slowest_seconds(problem: "Problem", rows: int) -> float:
 
 
 def sequential(problem: "Problem", choice: "Choice") -> float:
-    part = exchange.seconds(problem.exchanged // problem.ranks, problem.ranks) if problem.ranks > 1 else 0.0
-    return slowest_seconds(problem, problem.ranks * problem.rows) + part
+    product = torch_seconds(problem, problem.ranks * problem.rows)
+    if problem.ranks == 1:
+        return product
+    return product * (1 + UNEQUAL * problem.ranks / 2) + exchange.seconds(problem.exchanged // problem.ranks, problem.ranks)
 
 
 def _chunk_copy(problem: "Problem") -> float:
@@ -207,7 +240,8 @@ def _chunk_copy(problem: "Problem") -> float:
 
 def _host(problem: "Problem") -> float:
     """Seconds of the host for a call of decomposed."""
-    return HOST + problem.ranks * HOST_PART + (HOST_BETWEEN if problem.part_of > 1 else 0.0)
+    whole, part = HOST[problem.op]
+    return whole + problem.ranks * part + (HOST_BETWEEN if problem.part_of > 1 else 0.0)
 
 
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
@@ -215,7 +249,7 @@ def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
     for part in range(1, ranks):
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
-    added = (ranks + 1) * problem.exchanged / ranks / MEMORY_RATE
+    added = (ranks + 1) * problem.exchanged / ranks / problem.memory
     return max(CALL + SUMMED + max(ranks * product, sent) + added, _host(problem))
 
 

@@ -240,7 +240,8 @@ def _plan(
     stored, kn = tiling.stored(weight)
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)
-    shared = waves.scatter(ctx, tile, programs, unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0, unit_tiles_m, k)
+    remote, own = unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0
+    shared = waves.scatter(ctx, tile, transport, programs, remote, own, unit_tiles_m, k)
     args = (
         *operands, y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
         ctx.full, ctx.flags, ctx.ctl,

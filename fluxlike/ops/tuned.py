@@ -34,7 +34,7 @@ import triton
 from .. import __version__
 from ..runtime import env, files
 from ..runtime.control import ControlGroup
-from . import choice
+from . import choice, cost
 from .choice import Choice, Problem, Shape
 
 log = logging.getLogger("fluxlike")
@@ -88,6 +88,8 @@ class Agreed:
     #: Of the GPUs the least, by which tiles and schedules are chosen.
     capability: tuple[int, int]
     multiprocessors: int
+    #: Bytes a second from memory.
+    memory: float
     table: dict[Shape, Choice]
 
 
@@ -220,7 +222,8 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
         log.warning("%s: the ranks' GPUs differ (%s), so no tuned choices are used", op, [theirs[0] for theirs in said])
     machines = [theirs[0] for theirs in said]
     major, minor = min(tuple(theirs["capability"]) for theirs in machines)
-    return Agreed(mode, products, (major, minor), min(theirs["multiprocessors"] for theirs in machines), table)
+    memory = min(cost.MEMORY_RATES.get(theirs["gpu"], cost.MEMORY_RATE) for theirs in machines)
+    return Agreed(mode, products, (major, minor), min(theirs["multiprocessors"] for theirs in machines), memory, table)
 
 
 # writing

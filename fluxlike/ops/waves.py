@@ -62,16 +62,19 @@ def gather(ctx: "Context", tile: Tiling, pushers: int, rows: int, full: int, n: 
     turns, behind = divmod(max(own + remote - ahead * early, 0), programs)
     height = _last_height(cdiv(full, tile.bm) * max(ranks - 1, 1), tile.group_m)
     most, lag = remote if ranks > 1 else own, push - ahead * k_tiles
-    shared, steps = share(behind, most, programs, height, k_tiles, _cost_steps(ctx, tile), pushers, lag)
+    costs = _cost_steps(ctx, tile, "in_kernel" if pushers else "copy_engine")
+    shared, steps = share(behind, most, programs, height, k_tiles, costs, pushers, lag)
     if (ahead + turns) * k_tiles + steps < took:
         return Deal(programs, pushers, pieces, ahead, shared)
     return Deal(programs, pushers, pieces, head_start, Shared())
 
 
-def scatter(ctx: "Context", tile: Tiling, programs: int, remote: int, own: int, unit_tiles_m: int, k: int) -> Shared:
+def scatter(
+    ctx: "Context", tile: Tiling, transport: str, programs: int, remote: int, own: int, unit_tiles_m: int, k: int
+) -> Shared:
     """Of gemm_rs, with so many tiles of other ranks and own ones; ``unit_tiles_m``: rows of tiles of a part of a chunk."""
     k_tiles, height = cdiv(k, tile.bk), _last_height(unit_tiles_m, tile.group_m)
-    shared, steps = share((remote + own) % programs, own, programs, height, k_tiles, _cost_steps(ctx, tile))
+    shared, steps = share((remote + own) % programs, own, programs, height, k_tiles, _cost_steps(ctx, tile, transport))
     return shared if steps < k_tiles else Shared()
 
 
@@ -102,9 +105,9 @@ def _last_height(rows_of_tiles: int, group_m: int) -> int:
     return rows_of_tiles % group_m or group_m
 
 
-def _cost_steps(ctx: "Context", tile: Tiling) -> float:
+def _cost_steps(ctx: "Context", tile: Tiling, transport: str) -> float:
     """k-steps that sharing costs; on a CPU, where speed is no matter, none."""
     capability, dtype = ctx.tuned.capability, ctx.dtype
     if not cost.may_share(capability, dtype):
         return float("inf")
-    return 0.0 if capability == tiling.CPU else cost.SHARING[ctx.op] / cost.step_seconds(tile, dtype)
+    return 0.0 if capability == tiling.CPU else cost.SHARING[ctx.op, transport] / cost.step_seconds(tile, dtype)
