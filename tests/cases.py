@@ -28,14 +28,16 @@ def schedules(dtype: torch.dtype) -> tuple[str, ...]:
 
 def launches(op: str, schedule: str, m: int, ranks: int, rank: int, gathered: bool = False, weights: int = 1) -> int:
     """Kernels that a call launches."""
-    if schedule == "sequential":
-        return int(ranks > 1)
-    if schedule != "decomposed":
+    if schedule not in ("sequential", "decomposed"):
         return weights + gathered
+    if ranks == 1:
+        return 0
+    if schedule == "sequential":
+        return 1
     if op == "gemm_rs":
-        return 2 * (ranks > 1)  # the credits, and the sum
+        return 2  # the credits, and the sum
     sources = [s for s in range(ranks) if s != rank and rows_slice(m, ranks, s) != slice(m, m)]
-    return (ranks > 1) + len(sources) + 1
+    return len(sources) + 2  # the credits, and the end
 
 
 def make_weight(n: int, k: int, dtype: torch.dtype, seed: int, transposed: bool) -> torch.Tensor:

@@ -167,7 +167,8 @@ def test_the_model_of_two_h100s():
     for op in ("gemm_rs", "ag_gemm"):
         data = json.loads((ROOT / "docs" / "measured" / f"2026-11-24-{op}-suites-H100-R2-graph.json").read_text())
         for shape in data["shapes"]:
-            problem = replace(on_h200(op, shape["m"], shape["n"], shape["k"], 2), memory=cost.MEMORY_RATES[data["environment"]["gpu"]])
+            sizes, memory = [shape[name] for name in "mnk"], cost.MEMORY_RATES[data["environment"]["gpu"]]
+            problem = replace(on_h200(op, *sizes, 2), memory=memory)
             us = {name: method["ms"]["median"] * 1e3 for name, method in shape["methods"].items()}
             assert cost.torch_seconds(problem, problem.m) * 1e6 == pytest.approx(us["gemm"], rel=0.22), problem.shape
             took = shape["methods"]["auto"]["path"].partition("/")[0]

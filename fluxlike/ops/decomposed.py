@@ -139,6 +139,8 @@ def gather(
     ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, copies: Callable[..., Callable[[torch.Tensor], None]]
 ) -> Gather:
     """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``copies`` of `ops.ag_gemm`."""
+    if ctx.size == 1:
+        return Gather([], [], [], [])
     ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
     merged = cost.gathered_beside(ctx.problem(m, ctx.n, k, full))
     plan = Gather([], [], [], [])
@@ -176,11 +178,14 @@ def ag_gemm(
             racecheck.host_read(rows)
             gathered[start : start + len(rows)].copy_(rows)
 
+    if ctx.size == 1:
+        consume(x, 0)
+        return
+
     def begin() -> None:
-        if ctx.size > 1:
-            with ctx.lanes.of(1):
-                plan.credits[slot](())
-                _go(ctx, 0)
+        with ctx.lanes.of(1):
+            plan.credits[slot](())
+            _go(ctx, 0)
         consume(x, ctx.rank * full)
 
     def rest() -> None:
@@ -190,7 +195,7 @@ def ag_gemm(
                 consume(piece.shards, piece.start)
 
     with ctx.lanes.forked():
-        ctx.overlapped(begin, None, lambda: plan.copies[slot](x) if ctx.size > 1 else None, rest)
+        ctx.overlapped(begin, None, lambda: plan.copies[slot](x), rest)
     plan.end[slot](())
 
 
