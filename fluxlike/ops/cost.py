@@ -162,7 +162,7 @@ def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
         if part >= (ranks - 2) * subs:  # the last peer's to this rank: tiles of the own chunk wait for it
             behind = unit * (subs - (part - (ranks - 2) * subs)) - 1
             end = max(end, sent + behind // problem.programs * tile)
-    return CALL + min(COPIES, (ranks - 1) * COPIES_PEER) + end
+    return CALL + min(COPIES, max(ranks - 1, 1) * COPIES_PEER) + end
 
 
 def gemm_rs_stores(problem: "Problem", choice: "Choice") -> float:
