@@ -118,7 +118,7 @@ if [ "${1:-}" = gpu ]; then
   if [ "$fx_jobs" -gt 1 ]; then stand launch -m alone "$@" || fx_status=$?; fi
   # These end their own processes, or are a rank by themselves, so they are none of torchrun's.
   if [ $# -eq 0 ]; then
-    stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
+    stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py tests/test_nodes.py || fx_status=1
     stand "$fx_python" "${fx_pytest[@]}" tests/test_alone.py || fx_status=1
     sanitize || fx_status=1
   fi
