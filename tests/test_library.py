@@ -407,7 +407,8 @@ def compiled(group, backend, function, sizes, dynamic):
         got, compiled_calls = step(fast, x, m)
         assert calls == compiled_calls, f"eager made {calls} calls, forward and in all, compiled {compiled_calls}"
         for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            # of the largest, as sums of large terms may be small: torch's own gelu is off by 1e-6 on some processors
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * b.abs().max().item())
     return calls
 
 

@@ -287,7 +287,7 @@ class GroupContext(Shared):
     def raise_if_failed(self) -> None:
         """Raise what is known now, without waiting for the device."""
         # twice in every call, also for what it is made of: plain and fast
-        if self._error is not None or self.closed or self._reported.value != 0 or self.world.is_forked:
+        if self.world.is_forked or self.closed or self.failure() is not None:
             self._raise()
         for context in self.inner:
             context.raise_if_failed()
@@ -296,10 +296,9 @@ class GroupContext(Shared):
         self.world.raise_if_forked()
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
-        if self.failure() is not None:
-            for context in (self, *self.inner):
-                context._seen = True
-            raise self._error  # type: ignore[misc]
+        for context in (self, *self.inner):
+            context._seen = True
+        raise self._error  # type: ignore[misc]
 
     def failure(self) -> Exception | None:
         """The error of a call of this context, if one is known by now and whether or not it was raised."""
