@@ -2,8 +2,8 @@
 
 The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
 docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
-most within a tenth; the schedule that it picks within 2 % of the best one, but for one). What is not about four ranks, as memory, few
-rows and the shared wave, is of two H100s (docs/measured/2026-11-24-two-h100.md); for other GPUs nothing has been measured.
+most within a tenth; the schedule that it picks within 2 % of the best one, but for one). What is not about four ranks, as memory,
+few rows and the shared wave, is of two H100s (docs/measured/2026-11-24-two-h100.md); for other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end. Where
   the last wave is shared (`waves`), it takes its part of that, and `SHARING`. Beside it the weight is read from memory, once for
