@@ -78,12 +78,16 @@ def test_words_move_in_vectors(algo: str) -> None:
 
 
 def test_the_cases_reach_every_kernel_by_every_way() -> None:
-    ways = set()
+    ways, shared = set(), set()
     for case, capability in compiled.ALL:
         for launch in variants.launches(case, capability):
             given = launch.constants
             dtype = "fp32" if case.dtype == torch.float32 else "half"
             ways.add((capability, launch.name, given.get("COPY_ENGINE"), given.get("TMA"), dtype))
+            if given.get("SHARED"):
+                shared.add((capability, launch.name, given["COPY_ENGINE"]))
+    # what `cost.SHARING` says decides whether these share their last wave
+    assert shared == {(90, name, copies) for name in ("gemm_rs_kernel", "ag_gemm_kernel") for copies in (True, False)}
     for capability in (80, 90, 100):
         for name in ("gemm_rs_kernel", "ag_gemm_kernel"):
             for copies in (True, False):
