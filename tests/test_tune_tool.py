@@ -195,6 +195,14 @@ def test_tables_from_records(tmp_path, capsys):
     assert "environment" in capsys.readouterr().err and out.read_text() == before
 
 
+def test_a_record_is_judged_by_the_memory_of_its_gpu():
+    from fluxlike.tools import tune
+
+    data = json.loads((ROOT / "docs" / "measured" / "2026-11-24-gemm_rs-headline-H100-R2.json").read_text())
+    h100 = Machine(data["environment"]["gpu"], H200.capability, H200.multiprocessors)
+    assert [tune._problem(data, data["shapes"][0], machine).memory for machine in (h100, H200)] == [2.95e12, 4e12]
+
+
 def broken_records():
     """What may be wrong with a record, as a change of one of the package's."""
     first = {"op": lambda: "gemm_ar", "dtype": lambda: "bfloat17", "shapes": lambda: [{}], "environment": dict, "ranks": None}

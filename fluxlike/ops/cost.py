@@ -101,6 +101,11 @@ HOST_BETWEEN = 0.3e-3
 LARGE_K = 32768
 
 
+def memory_rate(gpu: str) -> float:
+    """Bytes a second from the memory of a GPU of this name."""
+    return MEMORY_RATES.get(gpu, MEMORY_RATE)
+
+
 def may_share(capability: tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether the last wave may be shared: on GPUs other than Hopper, and in fp32, the kernels would spill registers."""
     return capability == CPU or (capability == (9, 0) and dtype != torch.float32)

@@ -222,7 +222,7 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
         log.warning("%s: the ranks' GPUs differ (%s), so no tuned choices are used", op, [theirs[0] for theirs in said])
     machines = [theirs[0] for theirs in said]
     major, minor = min(tuple(theirs["capability"]) for theirs in machines)
-    memory = min(cost.MEMORY_RATES.get(theirs["gpu"], cost.MEMORY_RATE) for theirs in machines)
+    memory = min(cost.memory_rate(theirs["gpu"]) for theirs in machines)
     return Agreed(mode, products, (major, minor), min(theirs["multiprocessors"] for theirs in machines), memory, table)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..ops import choice, tuned, tuning
+from ..ops import choice, cost, tuned, tuning
 from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
@@ -220,7 +220,8 @@ def from_records(records: Sequence[Path], out: Path) -> int:
 
 def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> choice.Problem:
     dtype, sizes = getattr(torch, data["dtype"]), (shape["m"], shape["n"], shape["k"])
-    return choice.Problem(data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, *sizes)
+    memory = cost.memory_rate(machine.gpu)
+    return choice.Problem(data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, *sizes, memory=memory)
 
 
 def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> Entry | None:
