@@ -259,13 +259,15 @@ def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda which: devices.append(which.index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
-    lanes = cuda.CudaLanes(torch.device("cuda", 1))
+    executor = object.__new__(cuda.CudaExecutor)
+    executor.device, executor.is_capturing = torch.device("cuda", 1), lambda: False
+    executor._threads = SimpleNamespace(known=True)
+    monkeypatch.setattr(cuda.streams, "Current", lambda stream: on("stream", stream))
+    lanes = cuda.CudaLanes(executor)
     with lanes.of(0):
         assert done == []
     with lanes.of(1):
         assert done == [("stream", lanes._other, 1)]
-    executor = object.__new__(cuda.CudaExecutor)
-    executor.device, executor.is_capturing = torch.device("cuda", 1), lambda: False
     assert executor.lasting(lambda: torch.ones(2)).tolist() == [1, 1]
     assert [index for _, _, index in done] == [1, 1] and devices[-1] == 1
 

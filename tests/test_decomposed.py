@@ -14,7 +14,7 @@ from ranks import TORCHRUN, rows_slice, run_ranks
 import fluxlike
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
-from fluxlike.runtime import cuda, dry, world
+from fluxlike.runtime import cuda, driver, dry, world
 
 # what is queued where
 
@@ -127,18 +127,28 @@ def test_the_copies_of_gemm_rs_wait_for_nothing_that_is_queued_behind_them():
 
 
 class Streams:
-    """torch's streams, one of which is current; ``said``: what they wait for."""
+    """torch's streams, by names for numbers, one of which is current; ``said``: what they wait for."""
 
     def __init__(self, monkeypatch):
-        self.said, self.current, self.capturing, self._known = [], "caller's", False, {}
-        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.of("other"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.of(self.current))
-        monkeypatch.setattr(torch.cuda, "stream", lambda to: self.switched(to.name))
+        self.said, self.current, self.capturing = [], "caller's", False
+        event = SimpleNamespace(record=lambda stream: None, cuda_event=3)
+        other = SimpleNamespace(cuda_stream="other", stream_id="other", device_index=0, device_type=1)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: other)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (self.current, index, 1), raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", self.switch, raising=False)
+        monkeypatch.setattr(driver, "order", self.order)
 
-    def of(self, name):
-        return self._known.setdefault(name, Stream(self, name))
+    def switch(self, stream_id, device_index, device_type):
+        assert (device_index, device_type) == (0, 1), "torch would make another device current"
+        self.current = stream_id
+
+    def order(self, event, first, then):
+        assert event == 3
+        self.said.append(f"{then} waits for what {first} holds")
 
     @contextlib.contextmanager
     def switched(self, name):
@@ -147,29 +157,10 @@ class Streams:
         self.current = before
 
 
-class Stream:
-    def __init__(self, streams, name):
-        self.streams, self.name = streams, name
-
-    def wait_event(self, event):
-        self.streams.said.append(f"{self.name} waits for {event.at}")
-
-    def wait_stream(self, stream):
-        self.streams.said.append(f"{self.name} waits for all of {stream.name}")
-
-
-class Event:
-    def __init__(self, streams):
-        self.streams = streams
-
-    def record(self, stream):
-        self.at = f"what {stream.name} holds after {len(self.streams.said)}"
-
-
 def lanes_of(monkeypatch):
     streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    executor.device, executor._lanes = torch.device("cuda", 0), {}
+    executor.device, executor._lanes, executor._threads = torch.device("cuda", 0), {}, SimpleNamespace(known=True)
     lanes = executor.lanes("a group's")
     assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams
     return streams, lanes
@@ -185,9 +176,12 @@ def test_a_gpus_second_lane_begins_and_ends_with_the_first(monkeypatch, fails):
         if fails:
             raise KeyError
     assert streams.said == [
-        "other waits for what caller's holds after 0", "caller's", "other", "caller's", "other",
-        "caller's waits for what other holds after 5",
-    ]  # fmt: skip
+        "other waits for what caller's holds", "caller's", "other", "caller's", "other", "caller's waits for what other holds",
+    ]
+    assert streams.current == "caller's"
+    streams.said.clear()
+    lanes.wait()
+    assert streams.said == ["caller's waits for what other holds"]
 
 
 def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypatch):
@@ -195,11 +189,12 @@ def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypa
     streams, lanes = lanes_of(monkeypatch)
 
     def forked(name, until=None):
-        """The streams that the second lane has begun behind; ``until``: where the call ends, if it changes streams meanwhile."""
+        """The streams that the second lane begins behind, but for the caller's; ``until``: where the call ends, if elsewhere."""
         streams.said.clear()
         with streams.switched(name), contextlib.ExitStack() as joined:
             joined.enter_context(lanes.forked())
-            began = [said.split()[-1] for said in streams.said if "all of" in said]
+            assert streams.said[0] == f"other waits for what {name} holds"
+            began = [said.removeprefix("other waits for what ").removesuffix(" holds") for said in streams.said[1:]]
             with streams.switched(until or name):
                 joined.close()
         return sorted(began)
@@ -222,7 +217,7 @@ def test_a_call_on_another_stream_is_behind_the_second_lane(monkeypatch, capturi
         joined.enter_context(lanes.forked())
         with streams.switched("b"):
             joined.close()
-    assert streams.said[-2:] == [f"{name} waits for {lanes._joined.at}" for name in ("a", "b")]
+    assert streams.said[-2:] == [f"{name} waits for what other holds" for name in ("a", "b")]
 
 
 @pytest.mark.parametrize("fails", (False, True))

@@ -80,10 +80,13 @@ def test_programs_take_tiles_in_turn_and_wait_for_what_they_need():
 
 
 def test_tiles_come_in_the_order_of_the_kernels():
-    """Every unit has all its tiles, one unit after the other; ag_gemm begins with the own shard, gemm_rs ends with it."""
+    """Every unit has all its tiles, one unit after the other, but for the own chunk, whose groups reach over its parts.
+
+    ag_gemm begins with the own shard, gemm_rs ends with it.
+    """
     remote, own = events._units(4, 3, 5, 2, 8)
     assert remote == sorted(remote) and [remote.count(unit) for unit in range(6)] == [15] * 6
-    assert own == [0] * 15 + [1] * 15
+    assert own == ([0] * 3 + [1] * 3) * 5 and events._units(4, 8, 5, 2, 8)[1] == [0] * 40 + [1] * 40
     for call in (RS, AG):
         problem = call.problem(Cluster(gpus=4), 4)
         group = events.Group(Clock(), Cluster(gpus=4), problem, choice.usual(problem, "copy_engine"))

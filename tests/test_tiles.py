@@ -60,10 +60,10 @@ def test_every_tile_once_and_units_in_order(ranks, subs, unit_tiles_m, tiles_n, 
         assert [row // group for row in rows] == sorted(row // group for row in rows) or not merged
         for owner, row, _, unit in order:
             assert owner == (rank + 1 + unit // subs) % ranks and unit % subs == row // unit_tiles_m
-        own = [tiles.py_own_tile(t, unit_tiles_m, tiles_n, group) for t in range(per_unit * subs)]
+        own = [tiles.py_own_tile(t, unit_tiles_m, tiles_n, subs, group) for t in range(per_unit * subs)]
         assert {(row, column) for row, column, _ in own} == chunk and len(set(own)) == len(own)
         assert all(unit == row // unit_tiles_m for row, _, unit in own)
-        assert [unit for *_, unit in own] == sorted(unit for *_, unit in own)
+        assert [row // group for row, *_ in own] == sorted(row // group for row, *_ in own)
 
 
 @given(ranks=st.integers(2, 8), subs=SUBS, unit_tiles_m=SIDE, tiles_n=SIDE, group=GROUP, merged=st.booleans())
@@ -215,7 +215,7 @@ def test_mirrors_say_what_the_device_functions_say(data, ranks, subs, unit_tiles
     per_unit = unit_tiles_m * tiles_n
     assert tuple(out.tolist()) == (
         *tiles.py_remote_tile(tile, rank, unit_tiles_m, tiles_n, ranks, subs, group, merged),
-        *tiles.py_own_tile(tile % (per_unit * subs), unit_tiles_m, tiles_n, group),
+        *tiles.py_own_tile(tile % (per_unit * subs), unit_tiles_m, tiles_n, subs, group),
         *tiles.py_grouped(tile % per_unit, unit_tiles_m, tiles_n, group),
     )
 
@@ -325,7 +325,7 @@ class ReduceScatter(Model):
         rows = tiles.rows_of(self.m, self.ranks, rank)
         first = (program - remote % self.programs + self.programs) % self.programs
         for tile in range(first, self.per_chunk if rows else 0, self.programs):
-            row, column, sub = tiles.py_own_tile(tile, self.unit_rows, self.tiles_n, self.group)
+            row, column, sub = tiles.py_own_tile(tile, self.unit_rows, self.tiles_n, self.subs, self.group)
             for step in range(1, self.ranks):
                 source = (rank + step) % self.ranks
                 if row < rows and self.copy_engine:

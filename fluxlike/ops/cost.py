@@ -81,7 +81,7 @@ COPY = 5e-6
 #: Of a gemm_rs with copies to few peers, for each: two ranks, since tiles are signalled early. Of four there are no such records.
 COPIES_PEER = 13e-6
 GATHER = 29e-6
-#: Of the product, for each time that chunks are halved: 8192×8192×28672 1488, 1532, 1561 µs, measured.
+#: Of the product of chunks that are halved, for each time: 8192×8192×28672 1488, 1532, 1561 µs with 1, 2 and 4 parts, measured.
 CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
 DRIFT = 5.0
@@ -155,19 +155,26 @@ def _reduce_scatter(problem: "Problem", choice: "Choice") -> tuple[int, int, flo
     return height * cdiv(problem.n, choice.tile.bn), height * choice.tile.bm, tile_seconds(problem, choice, depth)
 
 
+def cut_costs(problem: "Problem", choice: "Choice") -> float:
+    """What a tile takes, on average, of what it takes where chunks are whole. gemm_rs's own chunk is computed as if it were."""
+    cut = (problem.ranks - 1) / problem.ranks if problem.op == "gemm_rs" else 1.0
+    return 1 + CUT * log2(choice.subs) * cut
+
+
 def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
     ranks, subs = problem.ranks, choice.subs
-    unit, rows, tile = _reduce_scatter(problem, choice)
-    tile *= 1 + CUT * log2(subs)
-    depth = cdiv(problem.k or LARGE_K, ranks)
-    groups = ranks * subs * _groups(rows // choice.tile.bm, choice)
-    end = _product(problem, choice, unit * subs * ranks, tile, groups, depth)
+    unit, rows, own = _reduce_scatter(problem, choice)
+    depth, height = cdiv(problem.k or LARGE_K, ranks), rows // choice.tile.bm
+    groups = (ranks - 1) * subs * _groups(height, choice) + _groups(height * subs, choice)
+    tile = own * (1 + CUT * log2(subs))
+    end = _product(problem, choice, unit * subs * ranks, own * cut_costs(problem, choice), groups, depth)
     sent, copy = 0.0, rows * problem.n * problem.dtype.itemsize / COPY_RATE + COPY
     for part in range((ranks - 1) * subs):
         sent = max(sent, cdiv(unit * (part + 1), problem.programs) * tile) + copy
-        if part >= (ranks - 2) * subs:  # the last peer's to this rank: tiles of the own chunk wait for it
-            behind = unit * (subs - (part - (ranks - 2) * subs)) - 1
-            end = max(end, sent + behind // problem.programs * tile)
+        if part >= (ranks - 2) * subs:  # the last peer's to this rank: tiles of the own chunk wait for it, in whole groups
+            first = (part - (ranks - 2) * subs) * height // choice.tile.group_m * choice.tile.group_m
+            behind = (height * subs - first) * (unit // height) - 1
+            end = max(end, sent + behind // problem.programs * own)
     return CALL + min(COPIES, max(ranks - 1, 1) * COPIES_PEER) + end
 
 
@@ -193,7 +200,7 @@ def _gather(problem: "Problem", choice: "Choice") -> tuple[int, int, float, floa
 def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
     ranks, subs = problem.ranks, choice.subs
     unit, _, tile, groups = _gather(problem, choice)
-    end = _product(problem, choice, unit * ranks, tile * (1 + CUT * log2(subs)), groups, problem.k)
+    end = _product(problem, choice, unit * ranks, tile * cut_costs(problem, choice), groups, problem.k)
     copy = problem.rows * problem.k * problem.dtype.itemsize / COPY_RATE + COPY * subs
     for shard in range(1, ranks):
         # the tiles of a shard begin with its first part

@@ -70,10 +70,10 @@ def gather(ctx: "Context", tile: Tiling, pushers: int, rows: int, full: int, n: 
 
 
 def scatter(
-    ctx: "Context", tile: Tiling, transport: str, programs: int, remote: int, own: int, unit_tiles_m: int, k: int
+    ctx: "Context", tile: Tiling, transport: str, programs: int, remote: int, own: int, rows_of_tiles: int, k: int
 ) -> Shared:
-    """Of gemm_rs, with so many tiles of other ranks and own ones; ``unit_tiles_m``: rows of tiles of a part of a chunk."""
-    k_tiles, height = cdiv(k, tile.bk), _last_height(unit_tiles_m, tile.group_m)
+    """Of gemm_rs, with so many tiles of other ranks and own ones; ``rows_of_tiles``: of a chunk."""
+    k_tiles, height = cdiv(k, tile.bk), _last_height(rows_of_tiles, tile.group_m)
     shared, steps = share((remote + own) % programs, own, programs, height, k_tiles, _cost_steps(ctx, tile, transport))
     return shared if steps < k_tiles else Shared()
 

@@ -31,45 +31,47 @@ class CudaLanes(Lanes):
     that it was joined to. So the other one begins behind all of those, not only behind the one that calls next.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._other = device, torch.cuda.Stream(device)
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self, executor: "CudaExecutor") -> None:
+        self._executor, self._device = executor, executor.device
+        self._other, self._order = torch.cuda.Stream(self._device), streams.Order(self._device)
+        self._raw = self._other.cuda_stream
         #: Streams of callers since the other one last began behind all of them; none of a capture, whose memory is the graph's.
-        self._callers: set[torch.cuda.Stream] = set()
+        self._callers: set[int] = set()
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        current = torch.cuda.current_stream(self._device)
-        self._forked.record(current)
-        self._other.wait_event(self._forked)
-        if not torch.cuda.is_current_stream_capturing():
-            for caller in self._callers - {current}:
-                self._other.wait_stream(caller)
-            self._callers.clear()
+        with self._executor.current():
+            current = streams.current(self._device)
+            self._order(current, self._raw)
+            if not torch.cuda.is_current_stream_capturing():
+                for caller in self._callers - {current}:
+                    self._order(caller, self._raw)
+                self._callers.clear()
         try:
             yield
         finally:  # also after an error: what the other stream works on may be freed
-            self._joined.record(self._other)
-            current.wait_event(self._joined)
-            now = torch.cuda.current_stream(self._device)
-            if now != current:  # ids may be started on another one, which the caller has ordered before this one already
-                now.wait_event(self._joined)
-            if not torch.cuda.is_current_stream_capturing():
-                self._callers |= {current, now}
+            with self._executor.current():
+                self._order(self._raw, current)
+                now = streams.current(self._device)
+                if now != current:  # ids may be started on another one, which the caller has ordered before this one already
+                    self._order(self._raw, now)
+                if not torch.cuda.is_current_stream_capturing():
+                    self._callers |= {current, now}
 
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         if not turn % 2:
             return _AS_IT_IS
-        return torch.cuda.stream(self._other) if torch.cuda.current_device() == self._device.index else self._elsewhere()
+        return streams.Current(self._other) if self._executor.is_current() else self._elsewhere()
 
     @contextlib.contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """Where another device is current, as in a new thread: `torch.cuda.stream` alone would make a CUDA context on that one."""
+        """Where another device is current, as in a new thread: a stream alone would make a CUDA context on that one."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._other):
             yield
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._other)
+        with self._executor.current():
+            self._order(self._raw, streams.current(self._device))
 
 
 class CudaPuts:
@@ -232,7 +234,7 @@ class CudaExecutor:
     def lanes(self, users: Hashable) -> CudaLanes:
         """The same ones for the same ``users``, who take turns: torch keeps memory for cuBLAS for each stream that multiplied."""
         if users not in self._lanes:
-            self._lanes[users] = CudaLanes(self.device)
+            self._lanes[users] = CudaLanes(self)
         return self._lanes[users]
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -10,6 +10,24 @@ def current(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+class Current:
+    """A ``with`` in which ``stream``, of the current device, is torch's current one, as `torch.cuda.stream` has it."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._index, self._stream = stream.device_index, (stream.stream_id, stream.device_index, stream.device_type)
+
+    def __enter__(self) -> None:
+        self._before = torch._C._cuda_getCurrentStream(self._index)
+        _make_current(*self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        _make_current(*self._before)
+
+
+def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
 class Order:
     """``order(first, then)``: what the stream ``then`` is given next comes behind what ``first`` holds now.
 

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import log2
 from types import ModuleType
 
 import torch
@@ -238,7 +237,7 @@ def _units(ranks: int, height: int, width: int, subs: int, group_m: int) -> tupl
     each = height * subs * width
     others = range(each * (ranks - 1))
     remote = [py_remote_tile(tile, 0, height, width, ranks, subs, group_m, False)[3] for tile in others]
-    return remote, [py_own_tile(tile, height, width, group_m)[2] for tile in range(each)]
+    return remote, [py_own_tile(tile, height, width, subs, group_m)[2] for tile in range(each)]
 
 
 class Group:
@@ -262,7 +261,7 @@ class Group:
     def _tile_seconds(self) -> float:
         problem, made = self.problem, self.made
         depth = cdiv(problem.k, problem.ranks) if problem.op == "gemm_rs" else problem.k
-        seconds = cost.tile_seconds(problem, made, depth, self.cluster.faster) * (1 + cost.CUT * log2(made.subs))
+        seconds = cost.tile_seconds(problem, made, depth, self.cluster.faster) * cost.cut_costs(problem, made)
         turns = cdiv(self.height * made.subs * self.width * problem.ranks, problem.programs)
         return max(seconds, problem.columns * depth * ITEM / cost.MEMORY_RATE / turns)
 

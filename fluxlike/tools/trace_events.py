@@ -87,7 +87,7 @@ def schedule(facts: dict[str, Any]) -> Iterator[_Tile]:
     own_first = facts["op"] == "ag_gemm"
     merged = own_first or not facts["COPY_ENGINE"]
     for tile in range(own):
-        row, column, _ = py_own_tile(tile, unit_tiles_m, tiles_n, group)
+        row, column, _ = py_own_tile(tile, unit_tiles_m, tiles_n, subs, group)
         yield _Tile(tile if own_first else remote + tile, rank, row, column)
     for tile in range(remote):
         chunk, row, column, _ = py_remote_tile(tile, rank, unit_tiles_m, tiles_n, ranks, subs, group, merged)
