@@ -17,7 +17,8 @@ from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import Compiled, GroupContext, Prepared, taking
+from .group import Compiled, GroupContext, Prepared
+from .making import taking
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -11,8 +11,9 @@ from ..runtime import racecheck, world
 from . import all_reduce, exchange, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
-from .group import resolve, taking, wants_gradient
+from .group import resolve, wants_gradient
 from .keeping import kept
+from .making import taking
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
 

@@ -36,7 +36,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import keeping, validate
 from .exchange import Compiled
-from .group import Shared
+from .making import Held
 from .messages import messages
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
@@ -45,7 +45,7 @@ _SUM, _BLOCK = Compiled(warps=4), 1024
 _SUMS = 4
 
 
-class NodesContext(Shared):
+class NodesContext(Held):
     """A context of this rank's node, and what its calls have in common with those of the other nodes.
 
     Attributes for people and tests: ``inner`` (of the node), ``last_path``, ``stats`` (calls, bytes sent to other nodes).

@@ -1,0 +1,80 @@
+"""How contexts come to be and are held: made whole or not at all, on all ranks alike, and closed once."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+
+from ..runtime import world
+from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch, PeerTimeout
+
+
+class Making(type):
+    """How contexts are made: whole, or not at all.
+
+    They outlive the call that makes them: tensors made in inference mode could not be written to outside of it.
+    """
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        with torch.inference_mode(False):
+            context: Any = object.__new__(cls)  # type: ignore[arg-type]
+            try:
+                context.__init__(*args, **named)
+            except (PeerTimeout, CallMismatch):  # of ranks that are out of step: what there is stays until finalize
+                raise
+            except (RuntimeError, ValueError):
+                context.unmake()
+                raise
+            return context
+
+
+@contextlib.contextmanager
+def taking(op: str, control: ControlGroup) -> Iterator[None]:
+    """In here a rank takes memory for a context that is its own; if one has too little, that is raised on all. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except RuntimeError as problem:
+        error = problem
+    control.agree(f"{op}: memory of each rank", None, error)
+
+
+class Held(metaclass=Making):
+    """What the ranks of a group have memory in common for, until it is closed: on one node, or on several."""
+
+    #: The ranks of the group, as the world counts them, and this one's place among them.
+    group_ranks: list[int]
+    rank: int
+    #: What to do when a call has failed; it ends the message.
+    remedy = "Close the context and make a new one"
+
+    def keep(self) -> None:
+        """It is of calls without a context, so no program has it to close."""
+        self.remedy = "Call fluxlike.finalize and fluxlike.init on all ranks, as calls without a context share one"
+
+    def close(self) -> None:
+        """Collective, and harmless when called again."""
+        raise NotImplementedError
+
+    def unmake(self) -> None:
+        """The making has failed, on all ranks alike: what there is by now goes back, as nobody could close it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} has memory that the ranks share, so it cannot be copied or pickled; make another one for the "
+            "copy, and of a module that holds one copy the state_dict"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Close it. What that finds out is raised, or logged beside the error that is on its way."""
+        try:
+            self.close()
+        except (ValueError, PeerTimeout) as problem:  # a mismatch, or what the last calls came to
+            if error is None:
+                raise
+            world.log.warning("rank %d: %s", self.group_ranks[self.rank], problem)
