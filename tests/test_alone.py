@@ -41,6 +41,25 @@ def test_signals_are_waited_for(monkeypatch):
             ctx.check()
 
 
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize("schedule", tool.SCHEDULES)
+def test_what_tiles_take(op, schedule, monkeypatch):
+    """By the times that the kernel writes down, of the call that is asked about and no other."""
+    monkeypatch.setattr(tool, "TRACED", 2)
+    monkeypatch.setattr(tool, "BURST", 1)
+    shape, alike = tool.Shape(192, 96, 192), {"own products", "own end", "others' products", "others' end", "call"}
+    with alone.playing(3) as device:
+        x, weight = tool.operands(op, shape, 3, device, torch.bfloat16)
+        ctx = tool.context(op, shape, torch.bfloat16, schedule)
+        call = tool.call_of(op, ctx, x, weight, shape.m)
+        found = tool.tile_times(ctx, call)
+        assert found.keys() == alike and all(us > 0 for us in found.values())
+        assert all(found["call"] > us for name, us in found.items() if name != "call")
+        tool.check(op, ctx, call, x, weight)
+    text = tool.line(shape, {"gemm": 10.0, schedule: 12.0, "tiles": {schedule: {"own end": 3.25, "call": 40.0}}})
+    assert text.splitlines() == ["| 192×96×192 | 10.0 | 12.0 (+20.0%) |", f"tiles, {schedule}: own end 3.2, call 40.0"]
+
+
 def test_a_rank_is_not_played_in_a_world(monkeypatch):
     monkeypatch.setattr(world, "_world", object())
     with pytest.raises(RuntimeError, match="is a rank of fluxlike already"), alone.playing(2):

@@ -9,9 +9,13 @@ methods take turns (`ops.tuning.in_turn`) after half a second of work, and the f
 `gemm` is torch.mm of what this rank multiplies; `one rank` our kernel in a group of one, so without signals. Each call, of torch's
 as well, stands behind a launch that fills a few words: with copy_engine those are the flags, which a call takes back. Without a
 GPU results are compared, and no time is reported.
+
+With ``--tiles`` it also says what tiles take: medians over those of some calls that write their times down (`kernels.trace`), each
+the last of 30 back to back. That is some milliseconds of work, in which clocks are not down yet, so calls take less than above.
 """
 
 import argparse
+import collections
 import json
 import math
 import statistics
@@ -27,16 +31,18 @@ import fluxlike
 
 from ..kernels import sync
 from ..kernels.tiles import rows_of
-from ..ops import tuning
+from ..ops import trace, tuning
 from ..ops.ag_gemm import create_ag_gemm_context
 from ..ops.gemm_rs import create_gemm_rs_context
 from ..runtime import alone
-from . import bench_report, command
+from . import bench_report, command, trace_events
 from .bench_problems import PROBLEMS, SUITES
 from .bench_report import Shape
 
 SCHEDULES = ("copy_engine", "in_kernel")
 CALLS, WARM_S = 10, 0.5
+#: Calls that are traced for what tiles take, and how many are made for each.
+TRACED, BURST = 6, 30
 #: Larger than the number of any call.
 EVERY_CALL = 1 << 40
 
@@ -108,9 +114,32 @@ def times(methods: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int) -> dict[str, float]:
-    """µs of each method; nothing without a GPU. RuntimeError if one is wrong."""
+def tile_times(ctx: Any, call: Call) -> dict[str, float]:
+    """Medians, µs: a traced call, and tiles of the own chunk and of others', to the last product ("products") and from there ("end").
+
+    Waits are left out.
+    """
+    recorder, spans, calls = trace.begin(ctx), collections.defaultdict[str, list[int]](list), []
+    for _ in range(TRACED):
+        for _ in range(BURST):
+            call()
+        line = trace_events.timeline(recorder.read())
+        calls.append(max(program.end for program in line.programs) - line.begin)
+        for program in line.programs:
+            for span in program.spans:
+                if span.kind in ("compute", "store") and " of chunk " in span.name:
+                    whose = "own" if span.name.endswith(f" of chunk {line.rank}") else "others'"
+                    spans[f"{whose} {'products' if span.kind == 'compute' else 'end'}"].append(span.end - span.begin)
+    return {name: statistics.median(found) / 1e3 for name, found in (*spans.items(), ("call", calls))}
+
+
+def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int, tiles: bool = False) -> dict[str, Any]:
+    """µs of each method, and "tiles": `tile_times` of each schedule, if asked for; nothing without a GPU.
+
+    RuntimeError if a method is wrong.
+    """
     methods: dict[str, Call] = {}
+    contexts: dict[str, Any] = {}
     with alone.playing(1) as device:
         x, weight = operands(op, shape, ranks, device, dtype)
         whole = x if op == "gemm_rs" else tuning.random(device, dtype)(shape.m, shape.k)
@@ -126,18 +155,26 @@ def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int) 
         check(op, ctx, methods["one rank"], whole, weight)
         with alone.playing(ranks):
             for schedule in SCHEDULES:
-                ctx = context(op, shape, dtype, schedule)
+                contexts[schedule] = ctx = context(op, shape, dtype, schedule)
                 methods[schedule] = call_of(op, ctx, x, weight, shape.m)
                 check(op, ctx, methods[schedule], x, weight)
-            return times(methods, rounds) if device.type == "cuda" else {}
+            if device.type != "cuda":
+                return {}
+            found: dict[str, Any] = times(methods, rounds)
+            if tiles:
+                found["tiles"] = {schedule: tile_times(ctx, methods[schedule]) for schedule, ctx in contexts.items()}
+            return found
 
 
-def line(shape: Shape, found: dict[str, float]) -> str:
-    """A shape's times, and what they are beside cuBLAS's, as a row of Markdown."""
+def line(shape: Shape, found: dict[str, Any]) -> str:
+    """A shape's times, and what they are beside cuBLAS's, as a row of Markdown; what tiles take, below it."""
     if not found:
         return f"{shape}: right, by {' and '.join(SCHEDULES)}"
+    found = dict(found)
+    tiles = found.pop("tiles", {})
+    below = [f"tiles, {schedule}: {', '.join(f'{name} {us:.1f}' for name, us in took.items())}" for schedule, took in tiles.items()]
     cells = [f"{found['gemm']:.1f}", *(f"{us:.1f} ({us / found['gemm'] - 1:+.1%})" for name, us in found.items() if name != "gemm")]
-    return f"| {shape} | {' | '.join(cells)} |"
+    return "\n".join([f"| {shape} | {' | '.join(cells)} |", *below])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -150,6 +187,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_shapes(parser, suites=SUITES)
     parser.add_argument("--ranks", type=int, default=4, help="ranks that the shapes are spread over (4)")
     parser.add_argument("--rounds", type=int, default=15, help="timings of each method (15)")
+    parser.add_argument("--tiles", action="store_true", help="also what tiles take, of calls that write their times down")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, with the machine's")
     command.add_dtype(parser)
     asked = parser.parse_args(argv)
@@ -170,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"|{'---|' * (3 + len(SCHEDULES))}")
     for shape in asked.shapes or SUITES[asked.suite][asked.op]:
         try:
-            found = measure(asked.op, shape, asked.ranks, getattr(torch, asked.dtype), asked.rounds)
+            found = measure(asked.op, shape, asked.ranks, getattr(torch, asked.dtype), asked.rounds, asked.tiles)
         except (RuntimeError, ValueError) as error:
             print(f"alone: {shape}: {error}", file=sys.stderr)
             return 1
