@@ -115,7 +115,7 @@ def times(methods: dict[str, Call], rounds: int) -> dict[str, float]:
 
 
 def tile_times(ctx: Any, call: Call) -> dict[str, float]:
-    """Medians, µs: a traced call, and tiles of the own chunk and of others', to the last product ("products") and from there ("end").
+    """Medians, µs: a traced call; tiles of the own chunk and of others', to the last product ("products") and from there ("end").
 
     Waits are left out.
     """
