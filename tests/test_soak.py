@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.tiling import MIN_TILE
 from fluxlike.runtime import world
-from fluxlike.tools import soak, soak_check, soak_machine, soak_plan, soak_report
+from fluxlike.tools import command, soak, soak_check, soak_machine, soak_plan, soak_report
 from fluxlike.tools.soak_plan import CPU, GPU, Signature
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -469,6 +470,43 @@ def test_a_run_without_a_fault(size, cuda, count):
                 assert table[kind] == calls, said
             graphs = len(KINDS) - 1 if cuda else 0
             assert f"{graphs} graphs" in said and "memory was not judged" in said
+
+
+def interrupted(run):
+    """Twice, as by a terminal and the launcher; another rank's Ctrl-C alone ends nothing."""
+    honest, soaks, rank = run.play, run.soak, dist.get_rank()
+
+    def play(burst):
+        honest(burst)
+        if run.bursts == 1 - rank:
+            for _ in range(2 - rank):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    def soak_behind_the_warm_up(plan):
+        run.play = play
+        soaks(plan)
+
+    run.soak = soak_behind_the_warm_up
+
+
+def test_ctrl_c_ends_a_run_behind_its_burst(tmp_path):
+    argv = ("--out", str(tmp_path))
+    (status, said, failures), (other, *_) = values(ranks.run_fresh(small_run, 2, sabotage=interrupted, count=9, argv=argv))
+    read = json.loads((tmp_path / "soak-R2.json").read_text())
+    assert status == other == 0 and not failures and read["bursts"] == 2 and read["interrupted"] and read["ok"]
+    assert "s of warm-up, ended by a signal\n" in said
+
+
+def test_the_third_signal_is_as_ever():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), command.wishes_to_end() as wishes:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        assert wishes == [signal.SIGINT] * 2
+        signal.raise_signal(signal.SIGINT)
+    with command.wishes_to_end() as wishes:
+        signal.raise_signal(signal.SIGTERM)
+    assert wishes == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_graph_that_does_nothing_is_found():

@@ -1,13 +1,15 @@
 """What the command lines of the tools share that scripts/launch.sh starts on every rank."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import fluxlike
 
@@ -127,6 +129,32 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
         os._exit(1)
     fluxlike.finalize()
     return status
+
+
+@contextlib.contextmanager
+def wishes_to_end() -> Iterator[list[int]]:
+    """In here Ctrl-C and SIGTERM are wishes: they are written down in what this gives, and the tool ends when it can.
+
+    Two of them, as the launcher passes on to its ranks what a terminal has sent to these, too; one more ends the process, as ever.
+    """
+    came: list[int] = []
+    before: dict[int, Any] = {}
+
+    def as_ever() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def wish(number: int, frame: object) -> None:
+        came.append(number)
+        if len(came) == 2:
+            as_ever()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, wish) or signal.SIG_DFL
+    try:
+        yield came
+    finally:
+        as_ever()
 
 
 def spans_nodes(tool: str) -> bool:

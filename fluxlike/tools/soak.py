@@ -8,7 +8,7 @@ What is done is drawn from the seed (`soak_plan`), so it can be done again, in w
   a race between calls has its chance. Every tenth step is compared with the reference as well. A result is filled with NaN before
   its memory goes back, so that no call passes with what an earlier one left.
 * Ranks agree once a burst, over gloo: on the failures so far, on the time (rank 0's clock), on whether to take a memory sample.
-* A wrong result is told and the run goes on; an exception on any rank ends the run on all of them.
+* A wrong result is told and the run goes on; an exception on any rank ends the run on all of them. Ctrl-C ends it behind the burst.
 
 This file: the run and the command line. soak_plan: what to do. soak_check: operands, digest, reference. soak_machine: what the
 GPU is asked for, and the memory. soak_report: what comes of it.
@@ -75,6 +75,7 @@ class Soak:
         self.graphs: dict[int, Graph] = {}
         self.known: dict[tuple[int, int], list[int]] = {}
         self.doing = "setting up"
+        self.interrupted = False
         self.found: list[Found] = []  # wrong on this rank in this burst
         self.failures: list[dict[str, Any]] = []  # of all ranks
         self.samples: list[Sample] = []
@@ -297,14 +298,19 @@ class Soak:
         return took
 
     def soak(self, plan: Iterable[Burst]) -> None:
-        """Bursts until rank 0 says that the time is up, or too much was wrong."""
+        """Bursts until rank 0 says that the time is up or that it is to end, or too much was wrong."""
+        with command.wishes_to_end() as wishes:
+            self._soak(plan, wishes)
+        self.interrupted = bool(wishes)
+
+    def _soak(self, plan: Iterable[Burst], wishes: Sequence[int]) -> None:
         self.reset()
         sampled = told = 0.0
         clocked = -CLOCKS_S
         for burst in plan:
             self.play(burst)
             now = self.seconds()
-            over, due = self.agree(burst, now >= self.asked.minutes * 60, now - sampled >= self.sample_s)
+            over, due = self.agree(burst, bool(wishes) or now >= self.asked.minutes * 60, now - sampled >= self.sample_s)
             if due:
                 sampled = now
                 self.samples.append({"seconds": round(now, 1)} | self.machine.sample())
@@ -341,7 +347,8 @@ class Soak:
         bad = bool(self.failures or grown or not calls)
         result = {
             "ranks": self.ranks, "heap": world.current().executor.name, "seed": self.asked.seed, "only": self.asked.only,
-            "minutes": self.seconds() / 60, "warm_up": warm, "bursts": self.bursts, "steps": self.steps, "calls": calls,
+            "minutes": self.seconds() / 60, "interrupted": self.interrupted, "warm_up": warm,
+            "bursts": self.bursts, "steps": self.steps, "calls": calls,
             "calls_by_kind": {"/".join(kind): count for kind, count in sorted(self.calls.items())},
             "launches": sum(launched for _, launched, _ in said), "compiled_after_warm_up": sum(anew for *_, anew in said),
             "compared_bitwise": calls, "compared_with_reference": self.judged, "contexts_remade": self.remade,

@@ -59,7 +59,7 @@ def table(result: dict[str, Any], modes: Sequence[str]) -> str:
     lines += [
         "",
         f"{result['minutes']:.1f} minutes on {result['ranks']} ranks, heap {result['heap']}, seed {result['seed']}, after "
-        f"{result['warm_up']['seconds']:.0f} s of warm-up",
+        f"{result['warm_up']['seconds']:.0f} s of warm-up{', ended by a signal' if result['interrupted'] else ''}",
         f"{result['calls']} calls in {result['steps']} steps and {result['bursts']} bursts, {result['launches']} kernel launches "
         f"of all ranks, {result['contexts_remade']} contexts made again, {result['compiled_after_warm_up']} kernels compiled "
         "after the warm-up",
