@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -218,6 +219,15 @@ def test_the_speed_ups_beside_the_published_ones():
     made = [events.predict(cluster, call, "hierarchical") for call in model.published("gemm_rs")]
     row = " | ".join(f"{one.torch / one.seconds:.2f}" for one in made)
     assert f"| the model of ours | {row} |" in (ROOT / "docs/nodes.md").read_text()
+
+
+def test_the_table_of_more_nodes(capsys):
+    """docs/nodes.md's is what its command gives."""
+    text = (ROOT / "docs/nodes.md").read_text()
+    (arguments,) = re.findall(r"python -m fluxlike model (.*?) +# the table below", text)
+    assert model.main(arguments.split()) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 16384×12288×49152 |")]
+    assert len(rows) == 11 and [line for line in text.splitlines() if line.startswith("| 16384×12288×49152 |")] == rows
 
 
 # the tool
