@@ -87,6 +87,15 @@ def pytest_sessionfinish(session, exitstatus):
         session.exitstatus = pytest.ExitCode.OK  # the last one was the one that failed
 
 
+def turned(items, first, step):
+    """The same in a ring, from another place on in each of ``step`` parts; this is the one numbered ``first``.
+
+    So tests that need the same kernels come at different times, and what one part has compiled, the others find in Triton's cache.
+    """
+    start = len(items) * first // step
+    return items[start:] + items[:start]
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(config, items):
     for item in items:
@@ -95,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
     if shard := config.getoption("--shard"):
         first, step = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])
-        items[:] = items[first::step]
+        items[:] = turned(items[first::step], first, step)
     if behind := config.getoption("--behind"):
         number = [item.nodeid for item in items].index(behind) + 1
         config.hook.pytest_deselected(items=items[:number])

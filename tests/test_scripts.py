@@ -1,6 +1,7 @@
 """The scripts: nothing of theirs reaches the program that they start, and nothing that the caller exported is taken for theirs."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import conftest
 import pytest
 from ranks import ROOT
 
@@ -181,6 +183,14 @@ def test_what_launch_refuses():
 
 
 @pytest.mark.slow
+def test_parts_of_the_gpu_tests_begin_at_different_places():
+    items = list(range(100))
+    parts = [conftest.turned(items[first::7], first, 7) for first in range(7)]
+    assert sorted(itertools.chain(*parts)) == items and parts[0] == items[::7]
+    begins = [part[0] for part in parts]
+    assert begins == sorted(begins) and all(10 <= b - a <= 20 for a, b in itertools.pairwise(begins))
+
+
 def test_pytest_takes_what_the_gpu_tests_give_it():
     """pytest looks for its own options' conftest.py beside whatever is a path among the arguments: it must be none of ours."""
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "FLUXLIKE_TEST_HEAP": "shared"}
