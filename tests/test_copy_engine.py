@@ -262,7 +262,7 @@ def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
     executor = object.__new__(cuda.CudaExecutor)
     executor.device, executor.is_capturing = torch.device("cuda", 1), lambda: False
     executor._threads = SimpleNamespace(known=True)
-    monkeypatch.setattr(cuda.streams, "Current", lambda stream: on("stream", stream))
+    monkeypatch.setattr(cuda.streams, "Switched", lambda stream: on("stream", stream))
     lanes = cuda.CudaLanes(executor)
     with lanes.of(0):
         assert done == []

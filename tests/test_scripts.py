@@ -182,7 +182,6 @@ def test_what_launch_refuses():
         assert done.returncode != 0 and why in done.stderr
 
 
-@pytest.mark.slow
 def test_parts_of_the_gpu_tests_begin_at_different_places():
     items = list(range(100))
     parts = [conftest.turned(items[first::7], first, 7) for first in range(7)]
@@ -191,6 +190,7 @@ def test_parts_of_the_gpu_tests_begin_at_different_places():
     assert begins == sorted(begins) and all(10 <= b - a <= 20 for a, b in itertools.pairwise(begins))
 
 
+@pytest.mark.slow
 def test_pytest_takes_what_the_gpu_tests_give_it():
     """pytest looks for its own options' conftest.py beside whatever is a path among the arguments: it must be none of ours."""
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "FLUXLIKE_TEST_HEAP": "shared"}

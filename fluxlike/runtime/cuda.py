@@ -61,11 +61,11 @@ class CudaLanes(Lanes):
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         if not turn % 2:
             return _AS_IT_IS
-        return streams.Current(self._other) if self._executor.is_current() else self._elsewhere()
+        return streams.Switched(self._other) if self._executor.is_current() else self._elsewhere()
 
     @contextlib.contextmanager
     def _elsewhere(self) -> Iterator[None]:
-        """Where another device is current, as in a new thread: a stream alone would make a CUDA context on that one."""
+        """Where another device is current, as in a new thread: `torch.cuda.stream` alone would make a CUDA context on that one."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._other):
             yield
 

@@ -10,7 +10,7 @@ def current(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
-class Current:
+class Switched:
     """A ``with`` in which ``stream``, of the current device, is torch's current one, as `torch.cuda.stream` has it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

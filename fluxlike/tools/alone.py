@@ -127,8 +127,8 @@ def tile_times(ctx: Any, call: Call) -> dict[str, float]:
         calls.append(max(program.end for program in line.programs) - line.begin)
         for program in line.programs:
             for span in program.spans:
-                if span.kind in ("compute", "store") and " of chunk " in span.name:
-                    whose = "own" if span.name.endswith(f" of chunk {line.rank}") else "others'"
+                if span.chunk is not None:
+                    whose = "own" if span.chunk == line.rank else "others'"
                     spans[f"{whose} {'products' if span.kind == 'compute' else 'end'}"].append(span.end - span.begin)
     return {name: statistics.median(found) / 1e3 for name, found in (*spans.items(), ("call", calls))}
 

@@ -20,12 +20,16 @@ _WAITS, _CREDITS, _GO, _ENDING, _END = (
 
 
 class Span(NamedTuple):
-    """From ``begin`` to ``end``, in nanoseconds of the host's clock; an instant if they are equal."""
+    """From ``begin`` to ``end``, in nanoseconds of the host's clock; an instant if they are equal.
+
+    ``chunk``: whose tile it belongs to, if it is of one.
+    """
 
     kind: str
     name: str
     begin: int
     end: int
+    chunk: int | None = None
 
 
 @dataclass
@@ -156,12 +160,12 @@ def _tile_spans(
     until = 0
     for tile, row in tiles:
         begin = max(row[_BEGIN], until)
-        program.spans += _without(Span("compute", f"products of {tile}", begin, row[_COMPUTED]), waits)
+        program.spans += _without(Span("compute", f"products of {tile}", begin, row[_COMPUTED], tile.chunk), waits)
         stored = max([row[_COMPUTED], *row[_WAITS + 1 : _WAITS + ranks]])
         until = row[_STORED]
         sent = scatters and tile.chunk != rank
         what = "send" if sent and not facts["COPY_ENGINE"] else "sum and store" if scatters and not sent else "store"
-        program.spans.append(Span("store", f"{what} {tile}", stored, until))
+        program.spans.append(Span("store", f"{what} {tile}", stored, until, tile.chunk))
         program.tiles.append(Span("tile", str(tile), begin, until))
         if row[_SIGNAL]:
             program.signals.append(Span("signal", f"signal of {tile}", row[_SIGNAL], row[_SIGNAL]))
