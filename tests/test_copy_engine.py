@@ -221,6 +221,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(number=7))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(driver_module, "order", order)
         queued = (lambda *put: said(("put", *put)), lambda *signal: said(("signal", *signal)), "ADD", "SET")
         monkeypatch.setattr(cuda.nvshmem, "_signals", lambda: queued)
@@ -236,6 +237,20 @@ def test_copies_are_never_on_the_stream_of_the_caller(monkeypatch):
     made.fork()
     made.join()
     assert streams.done == [(5, "waits for", "what", 7, "holds"), (7, "waits for", "what", 5, "holds")] and made._raw == 5
+
+
+def test_copies_begin_behind_the_caller_where_their_waits_are_not_enough(monkeypatch):
+    """In the first call, in captures, and behind those: a graph that is replayed sets what a later call's copies wait for."""
+    streams = Streams(monkeypatch)
+    made = copy_engine.CudaCopyEngine(torch.device("cuda", 0))
+    side = made._raw
+    behind, joined = (side, "waits for", "what", 7, "holds"), (7, "waits for", "what", side, "holds")
+    for capturing, orders in ((0, [behind, joined]), (0, [joined]), (0, [joined]), (1, [behind, joined]), (0, [behind, joined])):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: bool(now))
+        streams.done.clear()
+        made.fork()
+        made.join()
+        assert streams.done == orders
 
 
 @pytest.mark.parametrize("current", (0, 1))

@@ -59,6 +59,12 @@ class CudaCopyEngine:
     Jobs that come again are queued as one graph of their own, which takes less of the host's time, if the memory that they name
     is there as long as the engine is. A graph knows what it copies from: launched when that was freed, or is another allocation
     at the same address, it ends the process.
+
+    Calls fork the stream off the caller's and join it, but a fork takes the host two calls of the driver and is seldom needed:
+    jobs begin with a wait for a word that the kernel of their own call sets, behind all that the caller's stream held, and that
+    they reset. So the first call of an engine forks (its words may just be being made), those in a capture do (or they would not
+    be part of it), and all behind a capture: when that graph is replayed, its kernel sets the same words, at a time unknown here,
+    and jobs of a later call that are not behind it would go on by those.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,6 +73,8 @@ class CudaCopyEngine:
         self._batch: list[bytes] = []
         self._raw = self._stream.cuda_stream
         self._order = Order(device)
+        #: Whether the stream has had a job, and whether a graph has one: see above.
+        self._begun, self._captured = False, False
         #: None for what could not be made one.
         self._graphs: dict[Any, int | None] = {}
         self._once: set[Any] = set()
@@ -76,8 +84,11 @@ class CudaCopyEngine:
         self._from = current(self._device)
         while self._from == self._raw:  # torch hands out the same ones again; this is not beside the kernel
             self._stream = torch.cuda.Stream(self._device, priority=-1)
-            self._raw = self._stream.cuda_stream
-        self._order(self._from, self._raw)
+            self._raw, self._begun = self._stream.cuda_stream, False
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        if self._captured or not self._begun:
+            self._order(self._from, self._raw)
+        self._begun = True
 
     def join(self) -> None:
         self._flush()

@@ -175,14 +175,19 @@ _HOOKED = [name for name in vars(_Operations) if name.startswith("create_")]
 
 
 class CheckedCopyEngine(CpuCopyEngine):
-    """The copy engine with its jobs checked when they are done, in its thread."""
+    """The copy engine with its jobs checked when they are done, in its thread.
+
+    They may rely on what they wait for, on earlier jobs and on what the host did before the first one, but not on what it did
+    before others: a GPU's engine seldom orders them behind the caller's stream (`copy_engine.CudaCopyEngine.fork`).
+    """
 
     def __init__(self, checker: Checker) -> None:
-        self._checker = checker
+        self._checker, self._begun = checker, False
         super().__init__()
 
     def _queue(self, job: Callable[[], None]) -> None:
-        known = self._checker.queued()
+        known = None if self._begun else self._checker.queued()
+        self._begun = True
 
         def ordered() -> None:
             self._checker.begin_job(known)

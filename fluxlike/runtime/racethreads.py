@@ -140,13 +140,15 @@ class Threads(Memory):
             self._learn(self.host, self.shadow.system[: self.shadow.counted // self.shadow.width, word].reshape(-1))
 
     def queued(self) -> np.ndarray:
-        """What a job of the copy engine may rely on: the host's past."""
+        """What a job of the copy engine may rely on that is ordered behind the host: its past."""
         return self.publish()
 
-    def begin_job(self, known: np.ndarray) -> None:
+    def begin_job(self, known: np.ndarray | None) -> None:
+        """What this thread does from now on is the copy engine's; ``known``: of `queued`, or None for a job that is not ordered."""
         self._on_engine.yes = True
-        with self.shadow:  # the engines of two contexts are two threads of the process
-            self._learn(self.engine, known)
+        if known is not None:
+            with self.shadow:  # the engines of two contexts are two threads of the process
+                self._learn(self.engine, known)
 
     def join_engine(self) -> None:
         with self.shadow:
