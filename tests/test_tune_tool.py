@@ -180,10 +180,9 @@ def test_tables_from_records(tmp_path, capsys):
     from fluxlike.tools import tune
 
     out = tmp_path / "h200.json"
-    for ranks, day in ((2, 21), (4, 22)):
-        names = [f"2026-11-{day}-{op}-headline-R{ranks}.json" for op in ("gemm_rs", "ag_gemm")]
+    for shipped in sorted(tuned.TABLES.glob("*.json")):
+        names = json.loads(shipped.read_text())["source"]
         assert tune.main(["from-records", *(str(ROOT / "docs" / "measured" / name) for name in names), "--out", str(out)]) == 0
-        shipped = tuned.TABLES / f"nvidia-h200-132-r{ranks}.json"
         assert out.read_text() == shipped.read_text(), "the shipped table is not what its sources say"
         commits = {json.loads((ROOT / "docs" / "measured" / name).read_text())["environment"]["commit"] for name in names}
         assert set(json.loads(out.read_text())["software"]["commit"].split(", ")) == commits
@@ -239,13 +238,31 @@ def test_what_is_no_record_is_told_with_its_name(content, tmp_path, capsys):
 
 
 def test_two_records_of_one_shape(tmp_path, capsys):
+    """Eager calls and graphs count alike; two of one kind are refused."""
     from fluxlike.tools import tune
 
-    eager, graph = (ROOT / "docs" / "measured" / f"2026-11-22-gemm_rs-headline-R4{mode}.json" for mode in ("", "-graph"))
-    out = tmp_path / "table.json"
-    assert tune.main(["from-records", str(eager), str(graph), "--out", str(out)]) == 1
+    eager, graph, again, out = (tmp_path / f"{name}.json" for name in ("eager", "graph", "again", "table"))
+    record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
+    methods = record["shapes"][0]["methods"]
+    record["shapes"] = record["shapes"][:1]
+    for path, mode, times in (
+        (eager, "eager", (2.0, 1.0, 1.5, 3.0)), (graph, "graph", (2.0, 4.0, 1.7, None)), (again, "eager", (2.0, 1.0, 1.5, 3.0)),
+    ):  # fmt: skip
+        for name, ms in zip(("copy_engine", "in_kernel", "decomposed", "sequential"), times, strict=True):
+            methods[name] = {"status": "ok" if ms else "WRONG", "ms": ms and {"median": ms}}
+        path.write_text(json.dumps(record | {"mode": mode}))
+
+    def entry(*records):
+        assert tune.main(["from-records", *map(str, records), "--out", str(out)]) == 0
+        (entry,) = json.loads(out.read_text())["entries"]
+        return entry["choice"]["transport"], entry["us"]
+
+    assert entry(eager) == ("in_kernel", 1000.0) and entry(graph) == ("decomposed", 1700.0)
+    assert entry(eager, graph) == entry(graph, eager) == ("decomposed", 1600.0)
+    before = out.read_text()
+    assert tune.main(["from-records", str(eager), str(graph), str(again), "--out", str(out)]) == 1
     said = capsys.readouterr().err
-    assert f"{graph} and {eager} both have 8192x8192x28672; give one record of each shape" in said and not out.exists()
+    assert f"{again} and {eager} both have 8192x8192x28672, eager; give one record of each" in said and out.read_text() == before
 
 
 @pytest.mark.parametrize(

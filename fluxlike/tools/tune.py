@@ -6,7 +6,7 @@ and then take turns. The one with the smallest median goes into the user's cache
 another is 1 % faster. Contexts that are made from then on find it (docs/tune.md).
 
 `tune from-records FILE…` makes such a table of what `bench` has written: the faster one of the schedules it measured, made
-as the rules of `ops.choice` make it. That is how the table that comes with the package for 4×H200 was made.
+as the rules of `ops.choice` make it. That is how the tables that come with the package were made.
 
 On the CPU heap all of it runs, and times are those of an interpreter: they mean nothing elsewhere, and the cache knows that they
 are of another machine.
@@ -15,6 +15,7 @@ are of another machine.
 import argparse
 import contextlib
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,14 +184,15 @@ MISSED = 1.1
 def from_records(records: Sequence[Path], out: Path) -> int:
     """Write the table of the faster schedule of each shape; the number of shapes.
 
-    ValueError names a record that is no use, and two of one shape: which of them counts is not for their order to say.
+    A shape may have two records, one of eager calls and one of graphs, which then count alike. ValueError names a record that is
+    no use, and two of one shape that are of the same kind: which of them counts is not for their order to say.
     """
-    found: dict[choice.Problem, tuple[Path, Entry | None]] = {}
+    found: dict[choice.Problem, dict[str, tuple[Path, dict[str, float]]]] = {}
     machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
             data = json.loads(path.read_text(encoding="utf-8"))
-            stamp = data["environment"]
+            stamp, mode = data["environment"], data["mode"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
             elsewhere = nodes_of(stamp) > 1 or sharing_of(stamp) > 1
@@ -198,24 +200,28 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             machines.add(machine)
             sources.append(path.name)
             measured.append({"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]})
-            made = {_problem(data, shape, machine): _recorded(data, shape, machine) for shape in data["shapes"]}
+            times = {_problem(data, shape, machine): _times(data["op"], shape) for shape in data["shapes"]}
         if elsewhere:
             where = "on several nodes or shared GPUs"
             raise ValueError(f"the ranks of {path} were {where}; give records of one node with a GPU for each")
-        for problem, entry in made.items():
-            if problem in found:
+        for problem, its in times.items():
+            modes = found.setdefault(problem, {})
+            if mode in modes:
                 shape = f"{problem.m}x{problem.n}x{problem.k}"
-                raise ValueError(f"{path} and {found[problem][0]} both have {shape}; give one record of each shape")
-            found[problem] = path, entry
+                raise ValueError(f"{path} and {modes[mode][0]} both have {shape}, {mode}; give one record of each")
+            modes[mode] = path, its
     if len(machines) != 1:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
     out.unlink(missing_ok=True)
-    entries = [entry for _, entry in found.values() if entry is not None]
+    entries = [_fastest(problem, [times for _, times in modes.values()]) for problem, modes in found.items()]
+    kept = [entry for entry in entries if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
+    if any(len(modes) > 1 for modes in found.values()):
+        about += "; us: mean of eager calls and graphs where both were"
     # of every record: the table is of all of them
     software = {key: ", ".join(dict.fromkeys(str(one[key]) for one in measured if one[key])) for key in measured[0]}
-    tuned.store(machines.pop(), entries, out, software=software, source=sources, about=about)
-    return len(entries)
+    tuned.store(machines.pop(), kept, out, software=software, source=sources, about=about)
+    return len(kept)
 
 
 def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> choice.Problem:
@@ -224,16 +230,21 @@ def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> c
     return choice.Problem(data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, *sizes, memory=memory)
 
 
-def _recorded(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> Entry | None:
-    """The fastest one of the schedules of a shape, if copy_engine and another one were timed.
+def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
+    """The median of each schedule of a shape, in ms; none of what was wrong or failed."""
+    measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[op]}
+    return {name: float(ms["median"] + 0) for name, ms in measured.items() if ms}
+
+
+def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
+    """The schedule of the least ``measured`` time, on average of several, if copy_engine and another one were timed.
 
     None where one that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
     """
-    measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[data["op"]]}
-    times = {name: ms["median"] for name, ms in measured.items() if ms}  # none of what was wrong or failed
+    names = [name for name in measured[0] if all(name in one for one in measured)]
+    times = {name: statistics.fmean(one[name] for one in measured) for name in names}
     if "copy_engine" not in times or len(times) < 2:
         return None
-    problem = _problem(data, shape, machine)
     possible = choice.usuals(problem)
     options = [option for option in possible if option.transport in times]
     best = min((option.transport for option in options), key=lambda name: times[name])
