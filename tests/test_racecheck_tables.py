@@ -35,7 +35,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fluxlike
 from fluxlike.kernels.lang import is_interp, used_rows
 from fluxlike.ops import context  # noqa: F401  (installs the hook of used_rows)
-from fluxlike.runtime import interpreter, racecheck
+from fluxlike.runtime import cpu, interpreter, racecheck, racehooks
 from fluxlike.runtime.errors import RaceError
 from fluxlike.runtime.racecheck import Done
 from fluxlike.runtime.racereport import READ, STORE
@@ -392,6 +392,31 @@ def test_a_copy_behind_the_join_of_earlier_ones_is_not_ordered_by_it():
     with pytest.raises(RaceError, match=r"(?s)write by rank 0, the copy engine.*read by rank 0, program 0"):
         ranks.read(A0, 0, DATA + 64)
     ranks.close()
+
+
+@pytest.mark.parametrize("waits", (True, False))
+def test_copies_of_a_second_call_are_not_behind_what_the_host_did(monkeypatch, waits):
+    """Those of the first are: a GPU's engine is ordered behind the caller's stream once, and goes by its waits from then on."""
+    monkeypatch.setattr(cpu.CpuCopyEngine, "_copy", lambda *args: None)  # there is no memory
+    ranks = Ranks(1)
+    engine = racehooks.CheckedCopyEngine(ranks.checkers[0])
+    try:
+        for call in range(2):
+            ranks.write(HOST_A, 0)
+            ranks.launch(0)
+            ranks.signal(A0, 0, RELEASE, SYS, OTHER_WORD)
+            ranks.end(0)
+            if waits:  # a met wait for what the program has set
+                engine._queue(lambda: ranks.checkers[0].stream_wait(ranks.at(0, OTHER_WORD), 1, lambda: True))
+            engine.copy(ranks.at(0, DATA + 4096), 64, ranks.at(0, DATA), 64, 64, 1)
+            if call == 0 or waits:
+                engine.join(lambda seconds: None)
+            else:
+                with pytest.raises(RaceError, match=r"(?s)write by rank 0, the host.*read by rank 0, the copy engine"):
+                    engine.join(lambda seconds: None)
+    finally:
+        engine.close()
+        ranks.close()
 
 
 def test_a_span_has_gaps(two):
