@@ -1,6 +1,7 @@
 """Groups that span nodes: FLUXLIKE_VIRTUAL_NODES makes several of this host, between which there are messages only."""
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from fluxlike.runtime.errors import CallMismatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: M of 4 ranks: even; torch.chunk leaves the last rank fewer rows, or none, or the last node none; fewer rows than ranks.
 ROWS = (16, 40, 15, 13, 9, 4, 2, 1, 0)
+#: Whether a call is given a context, and whether it is made of all nodes' rows together; None: as the model has it.
+WAYS = ((True, True), (True, False), (False, None))
 
 
 def start():
@@ -41,20 +44,26 @@ def right(group):
                 case = RSCase(m, 24 - 5 * odd, [20 + 4 * r for r in range(size)], dtype, seed, bias=odd, transposed=seed % 3 == 0)
                 x, w, b = case.inputs(rank)
                 before = rs.stats["bytes"]
-                for ctx in (rs, None):
-                    same(fluxlike.gemm_rs(x, w, ctx, bias=b), case.expected(rank), f"gemm_rs {m} {dtype}")
+                for ctx, together in WAYS:
+                    rs.together = together
+                    what = f"gemm_rs {m} {dtype} together={together}"
+                    same(fluxlike.gemm_rs(x, w, rs if ctx else None, bias=b), case.expected(rank), what)
+                    assert not ctx or rs.last_path.endswith("/together") == bool(together and m), rs.last_path
                 others = [places for node, places in enumerate(this.control.nodes) if node != this.control.node]
                 sent = sum(rows(m, size, places[this.control.local.rank]) for places in others)
-                assert rs.stats["bytes"] - before == sent * case.n * dtype.itemsize
+                assert rs.stats["bytes"] - before == 2 * sent * case.n * dtype.itemsize
                 other = AGCase(m, [16 + 3 * r for r in range(size)], 32 - 7 * odd, dtype, seed, bias=odd, transposed=odd)
                 shard, v, c = other.inputs(rank)
                 whole, results = other.whole()
                 before = ag.stats["bytes"]
-                for ctx in (ag, None):
-                    z, gathered = fluxlike.ag_gemm(shard, v, ctx, bias=c, m=m, return_gathered=True)
-                    same(z, results[rank], f"ag_gemm {m} {dtype}")
-                    same(gathered, whole, f"gathered {m} {dtype}")
-                assert ag.stats["bytes"] - before == (count - 1) * shard.numel() * dtype.itemsize
+                for ctx, together in WAYS:
+                    ag.together = together
+                    z, gathered = fluxlike.ag_gemm(shard, v, ag if ctx else None, bias=c, m=m, return_gathered=True)
+                    same(z, results[rank], f"ag_gemm {m} {dtype} together={together}")
+                    same(gathered, whole, f"gathered {m} {dtype} together={together}")
+                    assert not ctx or ag.last_path.endswith("/together") == bool(together and m), ag.last_path
+                assert ag.stats["bytes"] - before == 2 * (count - 1) * shard.numel() * dtype.itemsize
+                ag.together = bool(seed % 2)
                 several = fluxlike.ag_gemm(shard, [v, v[:5]], ag, m=m)
                 same(several[0] if c is None else several[0] + c, results[rank], "several")
                 same(several[1], several[0].double().cpu()[:, :5], "several")
@@ -86,7 +95,8 @@ def every_schedule(group):
             fluxlike.create_gemm_rs_context(12, 16, schedule=schedule) as rs,
             fluxlike.create_ag_gemm_context(12, 16, 16, schedule=schedule) as ag,
         ):
-            for m in (12, 9, 5):
+            for m, together in itertools.product((12, 9, 5), (False, True)):
+                rs.together = ag.together = together
                 case, other = RSCase(m, 16, [16] * size, torch.bfloat16, m), AGCase(m, [16] * size, 16, torch.bfloat16, m)
                 x, w, _ = case.inputs(rank)
                 same(fluxlike.gemm_rs(x, w, rs), case.expected(rank), f"gemm_rs {schedule} {m}")

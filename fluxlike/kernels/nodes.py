@@ -5,8 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
-def sum_over_nodes_kernel(parts, out, number, pitch, J: tl.constexpr, B: tl.constexpr):
-    """out [number] = the sum of J rows of ``parts``, ``pitch`` elements apart, in fp32, in their order, rounded once."""
+def sum_over_nodes_kernel(parts, bias, out, number, columns, pitch, J: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr):
+    """out [number] = the sum of J rows of ``parts``, ``pitch`` elements apart, in fp32, in their order, rounded once.
+
+    With BIAS that [columns] is added last, in each row of so many elements.
+    """
     pitch = pitch // 16 * 16  # a multiple, so that the compiler sees it
     for block in range(tl.program_id(0), tl.cdiv(number, B), tl.num_programs(0)):
         at = block.to(tl.int64) * B + tl.arange(0, B)
@@ -14,4 +17,6 @@ def sum_over_nodes_kernel(parts, out, number, pitch, J: tl.constexpr, B: tl.cons
         acc = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
         for node in tl.static_range(1, J):
             acc += tl.load(parts + tl.full((), node, tl.int64) * pitch + at, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            acc += tl.load(bias + at % columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)

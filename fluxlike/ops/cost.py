@@ -97,6 +97,10 @@ HOST = {"gemm_rs": (150e-6, 45e-6), "ag_gemm": (320e-6, 40e-6)}
 #: Seconds that it takes longer where the call is one of those that a call between nodes is made of, with its share of the messages.
 #: Two nodes of two GPUs, slow hosts: 0.32 to 0.57 ms for each of two, measured.
 HOST_BETWEEN = 0.3e-3
+#: Bytes a second of a GPU to other nodes: an assumption, a card of 400 Gb/s for each.
+NETWORK_RATE = 50e9
+#: Seconds of the launches that put rows in order where a call of all nodes' rows is made together: an assumption.
+ARRANGED = 20e-6
 #: K of a context that does not know it.
 LARGE_K = 32768
 

@@ -55,18 +55,25 @@ from ..kernels import sync
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
-from . import tiling
+from . import cost, tiling
 from .group import PLANS, REPORT_WORDS, GroupContext
 
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
 GAVE_UP = -1
+#: Where the payloads of nodes come: [J, rows, columns], or for each node [rows, columns].
+Places = torch.Tensor | dict[int, torch.Tensor]
 _HEADER_BYTES = 8 * kernels.HEADER.value
 _ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 
 
 class Messages:
-    """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far; ``inner``: the node's context."""
+    """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far; ``inner``: the node's context.
+
+    ``rate``: bytes a second from this rank to other nodes, as expected.
+    """
+
+    rate = cost.NETWORK_RATE
 
     def __init__(self, op: str, control: ControlGroup, inner: GroupContext) -> None:
         self.op, self.control, self.bytes, self._inner = op, control, 0, inner
@@ -138,7 +145,7 @@ class Letters(Messages):
         for node in self.before:
             self.send(x, node)
 
-    def receive(self, nodes: list[int], places: torch.Tensor, last: bool) -> None:
+    def receive(self, nodes: list[int], places: Places, last: bool) -> None:
         for node in nodes:
             self._receive(node, places[node])
 
@@ -194,6 +201,8 @@ class Puts(Messages):
         super().__init__(op, control, inner)
         self._world, count = world.current(), len(self.nodes)
         executor = self._world.executor
+        if executor.one_host:
+            self.rate = cost.COPY_RATE
         self._pitch = _HEADER_BYTES + tiling.round_up(nbytes, 256)
         self._sending = sending
         words = tiling.round_up(1 + 4 * count, 32)
@@ -298,7 +307,7 @@ class Puts(Messages):
         for node in self.before:
             self._put(place, node)
 
-    def receive(self, nodes: list[int], places: torch.Tensor, last: bool) -> None:
+    def receive(self, nodes: list[int], places: Places, last: bool) -> None:
         """``nodes``: one or all, in the order of `next`."""
         slot, sizes, first = self._slot, self._sizes, nodes[0]
 

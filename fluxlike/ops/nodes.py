@@ -9,7 +9,17 @@ under its product, as ever; here they follow each other, one for each node, and 
     ag_gemm   own shard sent to (i-1, l), (i-2, l), …
               for j = i, i+1, …:       z[rows of node j] = ag_gemm of node i (shard of (j, l), W)
 
-So the nearest comes first in ag_gemm and last in gemm_rs. Each row of partial sums crosses the network once for each other node and
+So the nearest comes first in ag_gemm and last in gemm_rs. Or, with few rows, *together*, as each of J products reads the weight::
+
+    gemm_rs   partials = gemm_rs of node i (x, its rows in the order of (l, j), W)                 [rows of (0, l), (1, l), …; N]
+              sent and added as above
+    ag_gemm   own shard sent as above; all of them waited for
+              z, its rows in the order of (l, j) = ag_gemm of node i (shards of (0, l), (1, l), …, W)
+
+There is one product then, of all rows, and nothing hides the network. What the model expects to be faster is taken (`is_together`),
+on which the ranks of a node agree; other nodes need not: messages are the same. Chunks that are short are filled up to be equal.
+
+Each row of partial sums crosses the network once for each other node and
 not once for each rank of it: 1/L of the bytes. Each shard crosses once for each other node, and there spreads over NVLink.
 
 *Rows.* M rows are split as torch.chunk splits them over all R ranks: chunks of c = ⌈M/R⌉ rows. The rows of a node are those of its
@@ -18,8 +28,8 @@ ranks, and its operation splits them by c, too (``full``), which is not what tor
 *Messages.* A rank whose counterpart makes another call raises CallMismatch; if nothing comes, PeerTimeout names the rank and its
 node. Either way the waits of this node end, and those of its counterparts.
 
-*Numerics.* Those of the operation on one node, then one more rounding of each node's sum of gemm_rs to the dtype. The same bits on
-every repeat.
+*Numerics.* Those of the operation on one node, then one more rounding of each node's sum of gemm_rs to the dtype; the bias is added
+to the sum over nodes. The same bits on every repeat.
 
 Messages are sent from where the operation of a node writes its result, and read from where they come; `messages` has their record.
 """
@@ -34,7 +44,7 @@ from ..kernels.nodes import sum_over_nodes_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import keeping, validate
+from . import choice, cost, keeping, validate
 from .exchange import Compiled
 from .making import Held
 from .messages import messages
@@ -43,6 +53,8 @@ from .messages import messages
 _SUM, _BLOCK = Compiled(warps=4), 1024
 #: Programs of it a multiprocessor: that many loads keep its memory busy.
 _SUMS = 4
+#: Rows up to which there is memory to make a call of all nodes' rows together.
+TOGETHER = 1024
 
 
 class NodesContext(Held):
@@ -65,6 +77,10 @@ class NodesContext(Held):
         self.rank, self.size, self.group_ranks = control.rank, control.size, control.ranks
         self.node, self.nodes = control.node, control.nodes
         self.closed, self.captured, self._seen = False, False, False
+        #: Whether calls are made together; None: as the model has it.
+        self.together: bool | None = None
+        #: By rows of a full chunk: whether that is expected to be faster.
+        self._faster: dict[int, bool] = {}
         self._error: Exception | None = None
         self.last_path, self.stats = "", {"calls": 0, "bytes": 0}
         self.world = world.current()
@@ -106,7 +122,10 @@ class NodesContext(Held):
         from .gemm_rs import GemmRSContext
 
         local = self.control.local
-        rows = max_m if not isinstance(max_m, int) or max_m < 1 else local.size * chunk_rows(max_m, self.size)
+        rows = max_m
+        if isinstance(max_m, int) and max_m > 0:
+            full = chunk_rows(max_m, self.size)
+            rows = max(local.size * full, min(self.size * full, TOGETHER))
         if self.op == "gemm_rs":
             whole = None if k is None else cdiv(k, len(self.nodes))
             self.inner = GemmRSContext(rows, n, self.dtype, local, self.schedule, whole, here)
@@ -127,17 +146,47 @@ class NodesContext(Held):
         self.stats["calls"] += 1
         return _Call(self, m, columns)
 
-    def total(self, parts: torch.Tensor, y: torch.Tensor) -> None:
-        """y = the sum of ``parts`` [J, rows, N] over the nodes."""
+    def is_together(self, m: int, full: int) -> bool:
+        """Whether a call of ``m`` rows, ``full`` in a full chunk, is made with one product of all rows, as `together` says."""
+        if m == 0 or self.size * full > self.inner.max_m:
+            return False
+        if self.together is not None:
+            return self.together
+        if full not in self._faster:
+            count = len(self.nodes)
+            apart = count * self._expected(full)
+            self._faster[full] = self._expected(full * count) + self._exposed(full) < apart
+        return self._faster[full]
+
+    def _expected(self, full: int) -> float:
+        """Seconds of a call inside the node with so many rows a rank."""
+        inner = self.inner
+        if self.schedule == "stream_k":  # of which there is no model
+            return 0.0
+        columns = inner.n or cost.LARGE_K  # of ag_gemm it may not be known
+        problem = inner.problem(full * inner.size, columns, inner.k, full)
+        return choice.predict(problem, self.inner.choose(problem))
+
+    def _exposed(self, full: int) -> float:
+        """Seconds of what a call that is made together does beside its call inside the node."""
+        columns = self.inner.n if self.op == "gemm_rs" else self.inner.k
+        nbytes = full * columns * self.dtype.itemsize
+        others = len(self.nodes) - 1
+        return cost.ARRANGED + others * nbytes / self.messages.rate + 2 * self.size * nbytes / self.inner.tuned.memory
+
+    def total(self, parts: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias)."""
         number = y.numel()
         if number:
-            args, constants = (parts, y, number, parts.stride(0)), {"J": len(self.nodes), "B": _BLOCK}
+            tensors = parts, y if bias is None else bias, y
+            args = *tensors, number, y.shape[1], parts.stride(0)
+            constants = {"J": len(self.nodes), "B": _BLOCK, "BIAS": bias is not None}
             blocks = cdiv(number, _BLOCK)
             programs = min(blocks, _SUMS * self.inner.programs(blocks))
-            key = "sum", number, parts.stride(0), parts.data_ptr() % 16, y.data_ptr() % 16
+            key = "sum", y.shape, parts.stride(0), bias is None, *[t.data_ptr() % 16 for t in tensors]
             kernel = sum_over_nodes_kernel
-            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1)))
-            launch((parts, y))
+            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1, 2)))
+            launch(tensors)
 
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
@@ -219,6 +268,7 @@ class _Call:
 
     def __init__(self, ctx: NodesContext, m: int, columns: int) -> None:
         self.ctx, self.m, self.full = ctx, m, chunk_rows(m, ctx.size)
+        self.together = ctx.is_together(m, self.full)
         self._sizes = m, columns
 
     def __enter__(self) -> Self:
@@ -247,6 +297,27 @@ class _Call:
         """Rows of this rank's counterpart on a node."""
         return rows_of(self.m, self.ctx.size, self.ctx.messages.peer(node), self.full)
 
+    @staticmethod
+    def filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+        """x with so many rows."""
+        return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
+
+    def by_rank(self, x: torch.Tensor) -> torch.Tensor:
+        """All chunks, filled up to be whole, in the order of (l, j)."""
+        local, height = self.ctx.inner.size, self.ctx.size * self.full
+        chunks = self.filled(x, height).unflatten(0, (len(self.ctx.nodes), local, self.full))
+        return chunks.transpose(0, 1).reshape(height, x.shape[1])
+
+    def by_node(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, in the order of (j, l), of whole chunks in that of (l, j)."""
+        chunks = x.unflatten(0, (self.ctx.inner.size, len(self.ctx.nodes), self.full))
+        return chunks.transpose(0, 1).reshape(x.shape)[: self.m]
+
+    def told(self, nbytes: int) -> None:
+        """What the context says of it; ``nbytes``: sent to other nodes so far."""
+        self.ctx.stats["bytes"] = nbytes
+        self.ctx.last_path = f"nodes/{self.ctx.inner.last_path}{'/together' if self.together else ''}"
+
 
 def gemm_rs(
     control: ControlGroup,
@@ -267,18 +338,25 @@ def gemm_rs(
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
         with ctx.begin(m, n) as call:
             post = ctx.messages
-            for node in post.next:
-                place = post.place(node, call.rows_of_peer(node), n, x.dtype)
-                local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, call.full)
-                post.send(place, node)
             parts = post.places(*y.shape, x.dtype)
-            local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, bias, parts[ctx.node], call.full)
+            partials = None
+            if call.together:
+                height = len(ctx.nodes) * call.full
+                partials = x.new_empty(height, n)
+                local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height)
+            for node in (*post.next, ctx.node):
+                place = parts[node] if node == ctx.node else post.place(node, call.rows_of_peer(node), n, x.dtype)
+                if partials is None:
+                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, call.full)
+                else:
+                    place.copy_(partials[node * call.full :][: len(place)])
+                if node != ctx.node:
+                    post.send(place, node)
             post.receive(post.next, parts, last=True)
-            ctx.total(parts, y)
+            ctx.total(parts, y, bias)
             for node in post.next:
                 post.read(node)
-        ctx.stats["bytes"] = post.bytes
-        ctx.last_path = f"nodes/{ctx.inner.last_path}"
+        call.told(post.bytes)
     return y
 
 
@@ -293,29 +371,68 @@ def ag_gemm(
     gathered: torch.Tensor | None,
 ) -> None:
     """A call of `ops.ag_gemm` whose group spans nodes."""
-    from . import ag_gemm as local
-
     m, k = results[0].shape[0], x.shape[1]
     with control.lock:
         here = sum(w.shape[0] for w in weights)
         ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         with ctx.begin(m, k) as call:
-            post = ctx.messages
-            post.send_to_all(x)
-            for node in (ctx.node, *post.next):
-                shard = x
-                if node != ctx.node:
-                    places = post.places(call.rows_of_peer(node), k, x.dtype)
-                    shard = places[node]
-                    post.receive([node], places, last=False)
-                rows = call.rows(node)
-                part = None if gathered is None else gathered[rows]
-                local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
-                if node != ctx.node:
-                    post.read(node)
-        ctx.stats["bytes"] = post.bytes
-        ctx.last_path = f"nodes/{ctx.inner.last_path}"
+            ctx.messages.send_to_all(x)
+            (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)
+            call.told(ctx.messages.bytes)
+
+
+def _one_by_one(
+    call: _Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """The rest of a call of `ag_gemm`, whose shard is sent: the rows of each node when they are there."""
+    from . import ag_gemm as local
+
+    ctx, post = call.ctx, call.ctx.messages
+    for node in (ctx.node, *post.next):
+        shard = x
+        if node != ctx.node:
+            places = post.places(call.rows_of_peer(node), x.shape[1], x.dtype)
+            shard = places[node]
+            post.receive([node], places, last=False)
+        rows = call.rows(node)
+        part = None if gathered is None else gathered[rows]
+        local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
+        if node != ctx.node:
+            post.read(node)
+
+
+def _together(
+    call: _Call,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+) -> None:
+    """The same for all rows together."""
+    from . import ag_gemm as local
+
+    post, count, height = call.ctx.messages, len(call.ctx.nodes), call.ctx.size * call.full
+    shards = {node: post.places(call.rows_of_peer(node), x.shape[1], x.dtype)[node] for node in post.next}
+    post.receive(post.next, shards, last=False)
+    shards[call.ctx.node] = x
+    whole = torch.cat([call.filled(shards[node], call.full) for node in range(count)])
+    for node in post.next:
+        post.read(node)
+    wanted = [*results, *([] if gathered is None else [gathered])]
+    # by rank and node, not by node and rank
+    made = wanted if call.ctx.inner.size == 1 and height == call.m else [t.new_empty(height, t.shape[1]) for t in wanted]
+    whole_x = None if gathered is None else made[-1]
+    local.rows_of_a_node(call.ctx.inner, whole, weights, biases, made[: len(results)], whole_x, count * call.full)
+    if made is not wanted:
+        for t, z in zip(made, wanted, strict=True):
+            z.copy_(call.by_node(t))
 
 
 def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], here: int) -> Any:
