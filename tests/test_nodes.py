@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from faults import HEAPS
 from ranks import device, run_fresh
 
 import fluxlike
+from fluxlike.ops import choice, cost
+from fluxlike.ops import nodes as between
 from fluxlike.runtime import nodes, world
 from fluxlike.runtime.errors import CallMismatch
 
@@ -85,6 +88,35 @@ def test_two_operations(ranks, parts, heap):
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
         assert outcome.value == [rank * parts // ranks for rank in range(ranks)]
+
+
+def rule(op, n, k, nodes_and_ranks, rate, schedule="auto"):
+    """A context of H100s by what `is_together` looks at; ``n``, ``k``: of one node."""
+    (count, local), memory = nodes_and_ranks, cost.MEMORY_RATES["NVIDIA H100 80GB HBM3"]
+
+    def problem(m, n, k, full):
+        return choice.Problem(op, (9, 0), 132, local, torch.bfloat16, m, n, k, True, count, memory)
+
+    made = object.__new__(between.NodesContext)
+    made.op, made.dtype, made.schedule, made.together, made._faster = op, torch.bfloat16, schedule, None, {}
+    made.nodes, made.size, made.messages = range(count), count * local, SimpleNamespace(rate=rate)
+    made.inner = SimpleNamespace(
+        size=local, n=n, k=k, max_m=1024, problem=problem, choose=lambda p: choice.choose(p, "auto", {}),
+        tuned=SimpleNamespace(memory=memory),
+    )  # fmt: skip
+    return lambda m: made.is_together(m, -(-m // made.size))
+
+
+@pytest.mark.parametrize("rate", (cost.COPY_RATE, cost.NETWORK_RATE))
+def test_few_rows_are_multiplied_once(rate):
+    """Where most of a product is the reading of its weight, which each node's product does again."""
+    for op, n, k in (("ag_gemm", 28672, 8192), ("gemm_rs", 8192, 14336)):
+        for places in ((2, 1), (2, 2), (4, 8)):
+            together = rule(op, n, k, places, rate)
+            assert together(64) and together(128) and not together(1024), (op, places)
+            assert not together(0) and not together(1025), "there is memory for so many rows"
+            assert not rule(op, n, k, places, rate, "stream_k")(64)
+    assert rule("ag_gemm", 0, 8192, (2, 1), rate)(64), "a context that does not know N"
 
 
 def every_schedule(group):

@@ -263,6 +263,8 @@ def _host(problem: "Problem") -> float:
 
 def gemm_rs_decomposed(problem: "Problem", choice: "Choice") -> float:
     ranks, product, sent = problem.ranks, slowest_seconds(problem, problem.rows), 0.0
+    if ranks == 1:
+        return product
     for part in range(1, ranks):
         sent = max(sent, part * product) + _chunk_copy(problem)
     # the partial sums are read, the own one, too, and the result is written
@@ -277,6 +279,8 @@ def gathered_beside(problem: "Problem") -> bool:
 
 def ag_gemm_decomposed(problem: "Problem", choice: "Choice") -> float:
     ranks, rows, end = problem.ranks, problem.rows, slowest_seconds(problem, problem.rows)
+    if ranks == 1:
+        return end
     if gathered_beside(problem):  # in the middle there is a piece on either side
         sides = [side for side in (ranks // 2, ranks - 1 - ranks // 2) if side]
         end += sum(slowest_seconds(problem, rows * side) for side in sides)

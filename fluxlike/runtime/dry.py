@@ -142,6 +142,7 @@ class DryExecutor:
     name = "dry"
     device = DEVICE
     programs = 128
+    one_host = True
 
     def __init__(self, capability: tuple[int, int], owner: "DryWorld") -> None:
         self.capability, self._owner = capability, owner

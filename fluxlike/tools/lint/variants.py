@@ -103,7 +103,7 @@ def cases(capability: int) -> list[Case]:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True, bias=True)]
         if capability == 90 and op == "gemm_rs":
             found += [Case(op, "copy_engine", "parts"), Case(op, "copy_engine", "wide"), Case(op, "decomposed", bias=True)]
-            found.append(Case(op, "copy_engine", "wide", bias=True))
+            found += [Case(op, "copy_engine", "wide", bias=True), Case(op, "decomposed", bias=True, nodes=2)]
         if capability == 90:
             found += [Case(op, "in_kernel", "wide"), Case(op, "in_kernel", "wide", bias=True)]
             found += [Case(op, "copy_engine", "waves"), Case(op, "in_kernel", "waves", bias=True)]
