@@ -19,8 +19,8 @@ So the nearest comes first in ag_gemm and last in gemm_rs. Or, with few rows, *t
 There is one product then, of all rows, and nothing hides the network. What the model expects to be faster is taken (`is_together`),
 on which the ranks of a node agree; other nodes need not: messages are the same. Chunks that are short are filled up to be equal.
 
-Each row of partial sums crosses the network once for each other node and
-not once for each rank of it: 1/L of the bytes. Each shard crosses once for each other node, and there spreads over NVLink.
+Each row of partial sums crosses the network once for each other node and not once for each rank of it: 1/L of the bytes. Each
+shard crosses once for each other node, and there spreads over NVLink.
 
 *Rows.* M rows are split as torch.chunk splits them over all R ranks: chunks of c = ⌈M/R⌉ rows. The rows of a node are those of its
 ranks, and its operation splits them by c, too (``full``), which is not what torch.chunk would do with them alone.
