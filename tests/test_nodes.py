@@ -173,7 +173,7 @@ def test_the_heap_grows(heap):
         assert outcome.ok, str(outcome)
 
 
-def captured(group, schedule):
+def captured(group, schedule, together):
     """Calls in a CUDA graph of an odd number of calls, so that replays use one slot after itself, between eager calls."""
     start()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -184,6 +184,7 @@ def captured(group, schedule):
         fluxlike.create_gemm_rs_context(45, 24, schedule=schedule) as rs,
         fluxlike.create_ag_gemm_context(45, 16, 32, schedule=schedule) as ag,
     ):
+        rs.together = ag.together = together
         for _ in range(3):
             fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag, m=45)
         torch.cuda.synchronize()
@@ -203,10 +204,11 @@ def captured(group, schedule):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ("auto", "copy_engine", "in_kernel", "decomposed"))
+@pytest.mark.parametrize("together", (False, True))
 @pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2)))
-def test_cuda_graphs(ranks, parts, schedule):
+def test_cuda_graphs(ranks, parts, together, schedule):
     env = {"FLUXLIKE_VIRTUAL_NODES": str(parts)}
-    for outcome in run_fresh(captured, ranks, env, heap="nvshmem", timeout=120, schedule=schedule):
+    for outcome in run_fresh(captured, ranks, env, heap="nvshmem", timeout=120, schedule=schedule, together=together):
         assert outcome.ok, str(outcome)
 
 
