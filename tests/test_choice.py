@@ -309,6 +309,8 @@ def test_shipped_tables_hold_what_was_measured():
             assert (made.tile.bm, made.tile.bn, made.tile.stages) == (128, 256, 3), "only that was measured"
         assert not tuned.known(H200, op, torch.float16, ranks) and not tuned.known(H200, op, BF16, 3)
         assert not tuned.known(replace(H200, multiprocessors=114), op, BF16, ranks)
+    h100 = replace(H200, gpu="NVIDIA H100 80GB HBM3")
+    assert [len(tuned.known(h100, op, BF16, 2)) for op in ("gemm_rs", "ag_gemm")] == [19, 18]
     for path in tuned.TABLES.glob("*.json"):
         data = json.loads(path.read_text())
         assert data["source"] and all((ROOT / "docs" / "measured" / name).exists() for name in data["source"])

@@ -198,6 +198,7 @@ def captured(group, schedule, together):
             for y, z in (*results, (fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag, m=45))):
                 same(y, rows, f"gemm_rs {turn}")
                 same(z, columns, f"ag_gemm {turn}")
+        assert [ctx.last_path.endswith("/together") for ctx in (rs, ag)] == [together] * 2
         rs.check(), ag.check()
     fluxlike.finalize()
 

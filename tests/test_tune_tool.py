@@ -179,7 +179,7 @@ def bench_shape(m, n, k):
 def test_tables_from_records(tmp_path, capsys):
     from fluxlike.tools import tune
 
-    out = tmp_path / "h200.json"
+    out = tmp_path / "table.json"
     for shipped in sorted(tuned.TABLES.glob("*.json")):
         names = json.loads(shipped.read_text())["source"]
         assert tune.main(["from-records", *(str(ROOT / "docs" / "measured" / name) for name in names), "--out", str(out)]) == 0

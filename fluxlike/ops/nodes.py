@@ -60,7 +60,8 @@ TOGETHER = 1024
 class NodesContext(Held):
     """A context of this rank's node, and what its calls have in common with those of the other nodes.
 
-    Attributes for people and tests: ``inner`` (of the node), ``last_path``, ``stats`` (calls, bytes sent to other nodes).
+    Attributes for people and tests: ``inner`` (of the node), ``last_path``, ``stats`` (calls, bytes sent to other nodes), and
+    ``together``, which may be set, on all ranks alike.
     """
 
     inner: Any
@@ -152,6 +153,8 @@ class NodesContext(Held):
             return False
         if self.together is not None:
             return self.together
+        if self.schedule == "stream_k":  # of which there is no model
+            return False
         if full not in self._faster:
             count = len(self.nodes)
             apart = count * self._expected(full)
@@ -161,11 +164,9 @@ class NodesContext(Held):
     def _expected(self, full: int) -> float:
         """Seconds of a call inside the node with so many rows a rank."""
         inner = self.inner
-        if self.schedule == "stream_k":  # of which there is no model
-            return 0.0
         columns = inner.n or cost.LARGE_K  # of ag_gemm it may not be known
         problem = inner.problem(full * inner.size, columns, inner.k, full)
-        return choice.predict(problem, self.inner.choose(problem))
+        return choice.predict(problem, inner.choose(problem))
 
     def _exposed(self, full: int) -> float:
         """Seconds of what a call that is made together does beside its call inside the node."""

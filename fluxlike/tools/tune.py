@@ -233,7 +233,7 @@ def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> c
 def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
     """The median of each schedule of a shape, in ms; none of what was wrong or failed."""
     measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[op]}
-    return {name: float(ms["median"] + 0) for name, ms in measured.items() if ms}
+    return {name: ms["median"] * 1.0 for name, ms in measured.items() if ms}  # an error where it is no number
 
 
 def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
