@@ -1,8 +1,8 @@
 """Mutants of fluxlike's synchronisation, generated from the syntax trees of its sources.
 
 A *site* is a place that orders something: an atomic, a call of a device function that contains one, a fence or barrier in inline
-assembly, a store to a control word, a job for the copy engine. Nothing here names a function of the kernels: a new wait, or a new
-kernel, has its mutants as soon as it is written.
+assembly, a store to a control word, a put, a job for the copy engine. Nothing here names a function of the kernels: a new wait, or
+a new kernel, has its mutants as soon as it is written.
 
 At every site, what applies of:
 
@@ -40,6 +40,7 @@ from mutate_reach import (
     condition,
     device_functions,
     is_atomic,
+    is_put,
     is_word_store,
     kernels,
     keyword,
@@ -151,7 +152,7 @@ class _KernelMutations(_Mutations):
     def _statement(self, function: str, block: list[ast.stmt], statement: ast.stmt) -> None:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             call, what = statement.value, name_of(statement.value)
-            if is_atomic(call) or is_word_store(call) or (what in device_functions() and orders(what)):
+            if is_atomic(call) or is_word_store(call) or is_put(call) or (what in device_functions() and orders(what)):
                 self.put(function, what, "remove", call, self.source.remove(statement))
                 self._moves(function, block, statement, what, call)
         elif isinstance(statement, ast.If) and (what := self._signalled(statement.test)):
@@ -190,6 +191,9 @@ class _KernelMutations(_Mutations):
                 # adding 0 is how a word is read; a flag is 0 or not, whatever else it is
                 if not (number == 0 if what == "atomic_add" else (kind, number) in (("+1", 1), ("-1", 0))):
                     self.put(function, what, kind, call, edit)
+        if what == "put_signal":  # what is put is data: tests/test_messages.py compares all of it
+            for kind, edit in self.shifted(call.args[4]):
+                self.put(function, what, kind, call, edit)
         if what in device_functions() and any(is_atomic(n) or is_word_store(n) for n in ast.walk(device_functions()[what][1])):
             parameters = [argument.arg for argument in device_functions()[what][1].args.args]
             for parameter, argument in zip(parameters, call.args, strict=True):

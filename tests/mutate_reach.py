@@ -16,10 +16,12 @@ STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gather
 DECOMPOSED = "decomposed"  # with kernels of its own
 ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
 SPARSE = "sparse"  # rows of sparse tensors, a kernel
-MESSAGES = "messages"  # between nodes, with kernels of their own, of one program each, that only GPUs launch
+MESSAGES = "messages"  # between nodes, with kernels of their own, most of one program, that only GPUs launch
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
 #: Instructions of inline assembly that order something.
 ORDERING = re.compile(r"\s*(bar\.|barrier\.|fence\.|membar\.|cp\.async\.bulk\.wait_group)")
+#: Of `kernels.puts`: a put with a signal, which is a release, and a wait until all are done.
+PUTS = ("put_signal", "quiet")
 Path_ = tuple[str, str]  # kernel, transport
 
 
@@ -38,6 +40,11 @@ def is_word_store(node: ast.AST) -> bool:
     if name_of(node) != "store" or ast.unparse(node.func) != "tl.store" or node.keywords:  # type: ignore[attr-defined]
         return False
     return isinstance(node.args[1], ast.Constant) or not reach().get(id(node), ((), True))[1]  # type: ignore[attr-defined]
+
+
+def is_put(node: ast.AST) -> bool:
+    """A call of NVSHMEM's that orders something."""
+    return name_of(node) in PUTS
 
 
 def assembly_of(node: ast.AST) -> ast.Constant | None:
@@ -82,6 +89,7 @@ def orders(name: str) -> bool:
     return any(
         is_atomic(node)
         or is_word_store(node)
+        or is_put(node)
         or assembly_of(node) is not None
         or (name_of(node) in device_functions() and name_of(node) != name and orders(name_of(node)))
         for node in ast.walk(function)
@@ -196,7 +204,7 @@ def statement_does(statement: ast.AST, what: str) -> bool:
             continue  # what a function does itself is found where it stands
         if called in device_functions() and _does(called, what):
             return True
-        if what == "stores" and called == "store":
+        if (what == "stores" and called == "store") or (what == "releases" and called == "put_signal"):
             return True
         if what != "stores" and is_atomic(node):
             sem = keyword(node, "sem").value  # type: ignore[arg-type,union-attr]

@@ -10,6 +10,7 @@ under the sanitizer. Without GPUs it runs in the interpreter, started by test_sa
 """
 
 import importlib
+import itertools
 import os
 import pkgutil
 import sys
@@ -26,7 +27,8 @@ from fluxlike import kernels
 from fluxlike.ops import cost
 from fluxlike.runtime import env, world
 
-MESSAGES = {f"messages_{what}_kernel" for what in ("head", "came", "end")}
+#: By the host, and by kernels.
+MESSAGES = {f"messages_{what}_kernel" for what in ("head", "came", "end", "put", "credits")}
 BETWEEN_NODES = MESSAGES | {"sum_over_nodes_kernel"}
 KERNELS = (JITFunction, InterpretedFunction)
 launched: set[str] = set()
@@ -132,7 +134,9 @@ def main() -> None:
         sparse(rank, ranks, device)
     elif device.type != "cuda":
         wanted -= MESSAGES  # there the host sends them
-    for schedule in ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed") if nodes == 1 else ("auto", "in_kernel"):
+    schedules = ("copy_engine", "in_kernel", "sequential", "stream_k", "decomposed") if nodes == 1 else ("auto", "in_kernel")
+    for schedule, puts in itertools.product(schedules, ("host",) if nodes == 1 else ("host", "device")):
+        env.put("FLUXLIKE_PUTS", puts)
         products(rank, ranks, device, schedule, ((272, 160, 96), (131, 72, 40)))
     if nodes == 1:
         world.current().executor.programs = 3

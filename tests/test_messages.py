@@ -6,6 +6,7 @@ The puts are tested on GPUs by tests/test_nodes.py. What the kernels do with som
 
 import contextlib
 import itertools
+from pathlib import Path
 
 import pytest
 import scenes
@@ -15,11 +16,15 @@ from ranks import TORCHRUN, run_ranks
 import fluxlike
 from fluxlike.kernels import lang, sync
 from fluxlike.kernels import messages as kernels
+from fluxlike.kernels import puts as device
 from fluxlike.ops.group import GroupContext
+from fluxlike.ops.messages import Puts
 from fluxlike.runtime import dry, interpreter, world
 from fluxlike.runtime.errors import CallMismatch, PeerTimeout
 
 USED, PITCH, RANK = 5, 40, 2
+#: What the word of a slot's messages is when it was used so often before.
+CAME = USED * kernels.SIGNALS.value
 NOT_THERE = -7
 
 
@@ -55,7 +60,7 @@ class Memory:
     def read(self, peer: int) -> int:
         return 1 + (2 + self.slot) * self.nodes + peer
 
-    def run(self, kernel, *args, arrives=None, **constants: int) -> tuple | None:
+    def run(self, kernel, *args, arrives=None, programs=1, **constants: int) -> tuple | None:
         """What the kernel waits for; None if it ends. ``arrives``: lets come what it waits for."""
 
         def spin(addresses, want, seen, what, peer, ctl, spins):
@@ -66,7 +71,7 @@ class Memory:
 
         before, lang._spin_hook = lang._spin_hook, spin
         try:
-            world.current().executor.launch(kernel, 1, args, constants, 1, 1)
+            world.current().executor.launch(kernel, programs, args, constants, 1, 1)
         except Waits as waits:
             return waits.args
         finally:
@@ -105,6 +110,29 @@ def comers(this, peer, count, last=False):
     return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3, PEERS=count, LAST=last)
 
 
+def ends_with_credits(this, **constants):
+    """The arguments of the end of a call by which kernels put; of its counterparts' numbers in the world, too."""
+    numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
+    where = this.ctl, *this.inner, this.head, numbers, this.slot, this.node, RANK, this.nodes
+    return (kernels.messages_credits_kernel, *where), dict(QUIET=False, **constants)
+
+
+@contextlib.contextmanager
+def putting(look=lambda: None):
+    """The puts that kernels make; ``look``: is called in each."""
+    made: list[tuple[int, ...]] = []
+
+    def put(*what):
+        look()
+        made.append(what)
+
+    device.set_hook(put)
+    try:
+        yield made
+    finally:
+        device.set_hook(None)
+
+
 def waits_for_credits(group):
     """A head waits for the credit of each node that the message goes to, and of nobody else."""
     for this in cases():
@@ -123,6 +151,56 @@ def waits_for_credits(group):
             this.boxes[0, 0] = NOT_THERE
 
 
+def puts_it(group):
+    """Behind the credits of all that get it the message, head and all, in parts that signal as much as one would."""
+    for this, programs, nbytes in itertools.product(cases(), (1, 2, 8), (256, 300, 5000)):
+        numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
+        for peer, count in [(peer, 1) for peer in this.others] + [(this.others[0], len(this.others))]:
+            receivers = [peer] if count == 1 else this.others[::-1]
+            box = torch.full((625,), NOT_THERE, dtype=torch.int64)
+            to = this.boxes[this.slot, this.node]
+            where = box, to, this.head, this.ctl, *this.inner, numbers, this.slot, this.node, peer, RANK, 70, 90, nbytes
+            args = kernels.messages_put_kernel, *where, this.nodes, count
+            for receiver in receivers:
+                this.head[1:] = USED
+                this.head[this.read(receiver)] = USED - 1
+                with putting() as made:
+                    assert this.run(*args) == (this.read(receiver), receiver, sync.WAIT_CREDIT.value, USED, USED - 1)
+                    assert not made
+            this.head[1:] = USED
+            heads = []
+            with putting(lambda box=box, heads=heads: heads.append(box[:4].tolist())) as made:
+                assert this.run(*args, programs=programs) is None
+            assert all(head == [70, 90, 0, NOT_THERE] for head in heads[: len(receivers)]) and (box[3:] == NOT_THERE).all()
+            assert len(made) == programs * len(receivers)
+            assert {word for *_, word, _, _ in made} == {this.head.data_ptr() + 8 * this.came(this.node)}
+            for number, receiver in enumerate(receivers):
+                parts = [put for put in made if put[-1] == numbers[receiver]]
+                assert parts[0] == made[number], "the nearest behind this one first"
+                assert sum(add for *_, add, _ in parts) == kernels.SIGNALS.value
+                assert [part[0] - to.data_ptr() for part in parts] == [part[1] - box.data_ptr() for part in parts]
+                ends = list(itertools.accumulate(part[2] for part in parts))
+                assert [part[1] - box.data_ptr() for part in parts] == [0, *ends[:-1]] and ends[-1] == nbytes
+                assert parts[0][2] >= 256 and all(part[1] % 16 == 0 for part in parts if part[2])
+
+
+def gives_credits(group):
+    """For the message of each other node, to it; a wait for what was put comes behind them and before the call ends, if at all."""
+    for this, quiet in itertools.product(cases(), (False, True)):
+        args, constants = ends_with_credits(this)
+        ctl, epochs = this.ctl.clone(), []
+        with putting(lambda this=this, epochs=epochs: epochs.append(int(this.ctl[sync.EPOCH.value]))) as made:
+            assert this.run(*args, **{**constants, "QUIET": quiet}) is None
+        credits, spare = made[: this.nodes - 1], this.head.data_ptr() + 8 * (1 + 4 * this.nodes)
+        assert made[this.nodes - 1 :] == [()] * quiet
+        word = this.head.data_ptr() + 8 * this.read(this.node)
+        assert credits == [(spare, spare, 8, word, 1, 10 * other + 3) for other in this.others]
+        assert set(epochs) == {int(ctl[sync.EPOCH.value])}
+        ctl[sync.LAST_USE.value + this.slot] += 1
+        ctl[sync.EPOCH.value] += 1
+        assert torch.equal(this.ctl, ctl)
+
+
 def says(group):
     """The head of a message: the sizes, and that it is bad in each of five cases."""
     this = Memory(2, 1, 0)
@@ -130,11 +208,14 @@ def says(group):
     for bad in (None, (this.ctl, sync.FAILED), *[(ctl, sync.FAILED) for ctl in this.inner], *[(h, sync.ABORT) for h in this.heads]):
         if bad is not None:
             bad[0][bad[1].value] = 1
-        box = this.boxes[1, 1].fill_(NOT_THERE)
-        args, constants = heads(this, 0, 1, box)
-        assert this.run(*args, **constants) is None
-        assert box[:4].tolist() == [70, 90, int(bad is not None), NOT_THERE] and (box[3:] == NOT_THERE).all()
-        assert (this.boxes.view(-1)[: -PITCH] == NOT_THERE).all()
+        numbers = torch.zeros(2, dtype=torch.int32)
+        itself = this.boxes[1, 1], this.boxes[0, 1], this.head, this.ctl, *this.inner, numbers, 0, 1, 0, RANK, 70, 90, 256, 2, 1
+        for args, constants in (heads(this, 0, 1, this.boxes[1, 1]), ((kernels.messages_put_kernel, *itself), {})):
+            box = this.boxes[1, 1].fill_(NOT_THERE)
+            with putting():
+                assert this.run(*args, **constants) is None
+            assert box[:4].tolist() == [70, 90, int(bad is not None), NOT_THERE] and (box[3:] == NOT_THERE).all()
+            assert (this.boxes.view(-1)[: -PITCH] == NOT_THERE).all()
         if bad is not None:
             bad[0][bad[1].value] = 0
 
@@ -155,15 +236,16 @@ def comes(group):
                 args, constants = comers(this, first, count)
                 return this.run(*args, **constants, **how)
 
-            this.head[1:] = USED + 1
-            this.head[this.came(peer)] = USED
-            assert run() == (this.came(peer), peer, sync.WAIT_MESSAGE.value, USED + 1, USED)
+            want = CAME + kernels.SIGNALS.value
+            this.head[1:] = want
+            this.head[this.came(peer)] = want - 1
+            assert run() == (this.came(peer), peer, sync.WAIT_MESSAGE.value, want, want - 1)
             if not every:
                 this.head[1:] = NOT_THERE
 
-            def arrives(this=this, peer=peer):
+            def arrives(this=this, peer=peer, want=want):
                 this.boxes[this.slot, peer, 1] = 90
-                this.head[this.came(peer)] = USED + 1
+                this.head[this.came(peer)] = want
 
             this.boxes[this.slot, peer, 1] = 91  # of a call before
             with assembly():  # was it looked at too soon?
@@ -183,7 +265,7 @@ def comes(group):
 def ends(group):
     """The slot was used once more, also where the wait for the messages is the end."""
     for this, alone in itertools.product(cases(), (True, False)):
-        this.boxes[this.slot, :, :3], this.head[1:] = torch.tensor([70, 90, 0]), USED + 2
+        this.boxes[this.slot, :, :3], this.head[1:] = torch.tensor([70, 90, 0]), CAME + 2 * kernels.SIGNALS.value
         ctl, inner = this.ctl.clone(), [each.clone() for each in this.inner]
         args, constants = comers(this, this.others[0], this.nodes - 1, last=True)
         if alone:
@@ -197,14 +279,14 @@ def ends(group):
 def gives_up(group):
     """A message of another call, or of a node that had given up, and an end after a rank of this node has: told, once."""
     for this in cases():
-        this.boxes[:], this.head[1:], this.ctl[sync.EPOCH.value] = 0, USED + 1, 11
+        this.boxes[:], this.head[1:], this.ctl[sync.EPOCH.value] = 0, 2 * CAME, 11
         record, peer = this.record, this.others[-1]
         this.inner[0][sync.BASES.value : sync.BASES.value + 3] = this.heads[0].data_ptr()
 
         def failed(kernel, *args, this=this, record=record, **constants):
             record.zero_()
             this.ctl[sync.FAILED.value] = 0
-            with assembly():
+            with assembly(), putting():
                 assert this.run(kernel, *args, **constants) is None
                 said = record[:7].tolist()
                 assert this.run(kernel, *args, **constants) is None
@@ -223,18 +305,18 @@ def gives_up(group):
                 assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
         ending = (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), {}
-        with_messages = comers(this, peer, 1, last=True)
+        with_messages, with_credits = comers(this, peer, 1, last=True), ends_with_credits(this)
         for words, word in [(ctl, sync.FAILED) for ctl in this.inner] + [(head, sync.ABORT) for head in this.heads]:
-            for args, constants in (ending, with_messages):
+            for args, constants in (ending, with_messages, with_credits):
                 this.heads[0].zero_()
                 words[word.value] = 1
-                this.ctl[sync.EPOCH.value], this.head[1:] = 11, USED + 99  # of the calls that are tried here
+                this.ctl[sync.EPOCH.value], this.head[1:] = 11, 99 * CAME  # of the calls that are tried here
                 said = failed(*args, **constants)
                 assert said == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
                 words[word.value] = 0
 
 
-BODIES = (waits_for_credits, says, comes, ends, gives_up)
+BODIES = (waits_for_credits, puts_it, says, comes, ends, gives_credits, gives_up)
 
 
 @pytest.mark.skipif(TORCHRUN, reason="the kernels run under the interpreter, whatever the heap of the ranks")
@@ -243,9 +325,9 @@ def test_a_kernel_does_what_it_says(body):
     run_ranks(body, 1)
 
 
-def puts(op, nodes, rank):
-    """What a rank of four sends and credits in two calls; the heads that kernels write, by the address of the message."""
-    with dry.recording((9, 0), 4, rank, nodes) as records:
+def puts(op, nodes, rank, library=None):
+    """What a rank of four sends and credits in two calls; (to, source, nbytes, signal, more, pe) and (signal, pe) of each."""
+    with dry.recording((9, 0), 4, rank, nodes, library) as records:
         if op == "gemm_rs":
             ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
         else:
@@ -255,32 +337,86 @@ def puts(op, nodes, rank):
                 fluxlike.gemm_rs(dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
             else:
                 fluxlike.ag_gemm(dry.tensor((16, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
-        heads = [record.args[0].data_ptr() for record in records if record.kernel is kernels.messages_head_kernel]
         post = ctx.messages
-        return post._puts.made, post._puts.added, heads, post.inbox, post.head.data_ptr()
+        heads = [record.args[0].data_ptr() for record in records if record.kernel is kernels.messages_head_kernel]
+        if library is None:
+            assert type(post) is Puts
+            return post._puts.made, post._puts.added, heads, post
+        assert not post._puts.made and not post._puts.added and not heads
+        made, added = [], []
+        for record in records:
+            if record.kernel is kernels.messages_put_kernel:
+                box, to, head, _, _, _, numbers, slot, node, peer, _, m, columns, nbytes, count, peers = record.args
+                assert (m, columns, count) == (64, 32 if op == "gemm_rs" else 16, nodes)
+                assert record.constants == device.library(library) and numbers is post._there
+                word = head.data_ptr() + 8 * (1 + slot * nodes + node)
+                pes = [post._pes[(peer + step) % nodes] for step in range(peers)]
+                made += [(to.data_ptr(), box.data_ptr(), nbytes, word, kernels.SIGNALS.value, pe) for pe in pes]
+                heads.append(box.data_ptr())
+            elif record.kernel is kernels.messages_credits_kernel:
+                assert not record.constants.pop("QUIET") and record.constants == device.library(library)
+                _, _, _, head, numbers, slot, node, *_ = record.args
+                assert numbers is post._there
+                added += [(head.data_ptr() + 8 * (1 + (2 + slot) * nodes + node), post._pes[other]) for other in post.next]
+        assert post.by_kernels == len(made)
+        return made, added, heads, post
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 @pytest.mark.parametrize("nodes", (2, 4))
-def test_who_gets_what(op, nodes):
+@pytest.mark.parametrize("library", (None, Path("there")))
+def test_who_gets_what(op, nodes, library):
     """Every counterpart gets one message a call, in its slot for this rank, with its signal, and the credit for the one it sent."""
     each = 4 // nodes
     for rank in range(4):
-        made, added, heads, inbox, head = puts(op, nodes, rank)
-        node, others = rank // each, nodes - 1
+        made, added, heads, post = puts(op, nodes, rank, library)
+        node, others, inbox, head = rank // each, nodes - 1, post.inbox, post.head.data_ptr()
         counterparts = {rank % each + each * other for other in range(nodes)} - {rank}
         assert len(made) == len(added) == 2 * others
         for call, slot in enumerate((1, 0)):
             mine, credits = (said[call * others : (call + 1) * others] for said in (made, added))
             assert {pe for *_, pe in mine} == counterparts == {pe for _, pe in credits}
             assert {to for to, *_ in mine} == {inbox[slot, node].data_ptr()}
-            assert {signal for *_, signal, _ in mine} == {head + 8 * (1 + slot * nodes + node)}
+            assert {put[3:5] for put in mine} == {(head + 8 * (1 + slot * nodes + node), kernels.SIGNALS.value)}
             assert {address for address, _ in credits} == {head + 8 * (1 + (2 + slot) * nodes + node)}
             sources = [source for _, source, *_ in mine]
             own = heads[call * len(heads) // 2 :][: len(heads) // 2]
             assert sources == own if op == "gemm_rs" else set(sources) == set(own), "each message with a head of its own"
             assert len(set(sources)) == (others if op == "gemm_rs" else 1)
             assert all(nbytes == 256 + 16 * (32 if op == "gemm_rs" else 16) * 2 for _, _, nbytes, *_ in mine)
+
+
+@pytest.mark.parametrize("who, one_host, rows, by_kernels", [
+    ("auto", True, 64, True), ("auto", True, 1 << 15, False), ("auto", False, 64, False), ("device", False, 64, True),
+    ("device", True, 1 << 15, True), ("host", True, 64, False),
+])  # fmt: skip
+def test_who_puts(who, one_host, rows, by_kernels, monkeypatch):
+    """FLUXLIKE_PUTS; auto: kernels those that are small, where one host's GPUs are nodes."""
+    monkeypatch.setenv("FLUXLIKE_PUTS", who)
+    monkeypatch.setattr(dry.DryExecutor, "one_host", one_host)
+    with dry.recording((9, 0), 2, 0, 2, Path("there")) as records:
+        ctx = fluxlike.create_gemm_rs_context(rows, 512, 32)
+        for _ in range(3):
+            fluxlike.gemm_rs(dry.tensor((rows, 16), torch.bfloat16), dry.tensor((512, 16), torch.bfloat16), ctx)
+        assert getattr(ctx.messages, "by_kernels", 0) == 3 * by_kernels and len(ctx.messages._puts.made) == 3 * (not by_kernels)
+        launched = [record for record in records if record.kernel is kernels.messages_put_kernel]
+        assert len(launched) == 3 * by_kernels
+        ended = {record.constants["QUIET"] for record in records if record.kernel is kernels.messages_credits_kernel}
+        assert ended == ({not one_host} if who != "host" and (one_host or by_kernels) else set())
+
+
+def test_no_library_to_put_by(monkeypatch):
+    """Asked for, it is missed, by name, and the heap is as it was; auto does without."""
+    with dry.recording((9, 0), 2, 0, 2):
+        monkeypatch.setenv("FLUXLIKE_PUTS", "device")
+        with pytest.raises(RuntimeError, match=r"FLUXLIKE_PUTS=device.*libnvshmem_device.bc.*\(9, 0\).*pip install.*unset it"):
+            fluxlike.create_gemm_rs_context(64, 32, 32)
+        monkeypatch.setenv("FLUXLIKE_PUTS", "auto")
+        with fluxlike.create_gemm_rs_context(64, 32, 32) as ctx:
+            assert type(ctx.messages) is Puts
+        monkeypatch.setenv("FLUXLIKE_PUTS", "card")
+        with pytest.raises(ValueError, match="FLUXLIKE_PUTS='card' is not one of host, device, auto"):
+            fluxlike.create_gemm_rs_context(64, 32, 32)
 
 
 #: Failures as kernels report them: in the context of the node, in what it exchanges with, between nodes; and who is named.

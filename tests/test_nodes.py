@@ -25,16 +25,26 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (16, 40, 15, 13, 9, 4, 2, 1, 0)
 #: Whether a call is given a context, and whether it is made of all nodes' rows together; None: as the model has it.
 WAYS = ((True, True), (True, False), (False, None))
+#: The heap, and who puts messages on it: the host, kernels, or kernels that must think that the other node is far.
+HEAPS_AND_PUTS = (("shm", "auto"), *(pytest.param("nvshmem", puts, marks=pytest.mark.gpu) for puts in ("host", "auto", "far")))
 
 
-def start():
+def start(puts="auto"):
+    os.environ["FLUXLIKE_PUTS"] = "device" if puts == "far" else puts
     fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
+    if puts == "far":
+        world.current().executor.one_host = False
     return world.current()
 
 
-def right(group):
+def by_kernels(ctx):
+    """Messages that kernels have put."""
+    return getattr(ctx.messages, "by_kernels", 0)
+
+
+def right(group, puts):
     """Both operations, with and without a context, all kinds of operands, back to back; what crossed the border."""
-    this = start()
+    this = start(puts)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     count = len(this.control.nodes)
     for dtype in DTYPES[:1] if size == 4 else DTYPES[1:]:
@@ -72,6 +82,8 @@ def right(group):
                 same(several[1], several[0].double().cpu()[:, :5], "several")
             assert rs.last_path.startswith("nodes/") and ag.last_path.startswith("nodes/")
             assert rs.inner.size == ag.inner.size == size // count
+            sent = [ctx.stats["calls"] * (count - 1) * (this.executor.name != "shm" and puts != "host") for ctx in (rs, ag)]
+            assert [by_kernels(rs), by_kernels(ag)] == sent
     fluxlike.finalize()
     return this.node_of
 
@@ -81,10 +93,10 @@ def rows(m, size, rank):
     return max(0, min(full, m - rank * full))
 
 
-@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize(("heap", "puts"), HEAPS_AND_PUTS)
 @pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)))
-def test_two_operations(ranks, parts, heap):
-    outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, heap=heap, timeout=200)
+def test_two_operations(ranks, parts, heap, puts):
+    outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, heap=heap, timeout=200, puts=puts)
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
         assert outcome.value == [rank * parts // ranks for rank in range(ranks)]
@@ -173,9 +185,9 @@ def test_the_heap_grows(heap):
         assert outcome.ok, str(outcome)
 
 
-def captured(group, schedule, together):
+def captured(group, schedule, together, puts):
     """Calls in a CUDA graph of an odd number of calls, so that replays use one slot after itself, between eager calls."""
-    start()
+    start(puts)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     case, other = RSCase(45, 24, [20] * size, torch.bfloat16, 3), AGCase(45, [16] * size, 32, torch.bfloat16, 4)
     (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
@@ -199,17 +211,21 @@ def captured(group, schedule, together):
                 same(y, rows, f"gemm_rs {turn}")
                 same(z, columns, f"ag_gemm {turn}")
         assert [ctx.last_path.endswith("/together") for ctx in (rs, ag)] == [together] * 2
+        assert [by_kernels(ctx) > 0 for ctx in (rs, ag)] == [puts != "host"] * 2
         rs.check(), ag.check()
     fluxlike.finalize()
 
 
+CAPTURED = (("auto", "host"), ("auto", "far"), ("copy_engine", "auto"), ("in_kernel", "auto"), ("decomposed", "auto"))
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ("auto", "copy_engine", "in_kernel", "decomposed"))
+@pytest.mark.parametrize(("schedule", "puts"), CAPTURED)
 @pytest.mark.parametrize("together", (False, True))
 @pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2)))
-def test_cuda_graphs(ranks, parts, together, schedule):
-    env = {"FLUXLIKE_VIRTUAL_NODES": str(parts)}
-    for outcome in run_fresh(captured, ranks, env, heap="nvshmem", timeout=120, schedule=schedule, together=together):
+def test_cuda_graphs(ranks, parts, together, schedule, puts):
+    env, how = {"FLUXLIKE_VIRTUAL_NODES": str(parts)}, {"schedule": schedule, "together": together, "puts": puts}
+    for outcome in run_fresh(captured, ranks, env, heap="nvshmem", timeout=120, **how):
         assert outcome.ok, str(outcome)
 
 
@@ -271,9 +287,9 @@ def test_every_schedule(ranks, heap):
         assert outcome.ok, str(outcome)
 
 
-def wrong(group, how, op, schedule):
+def wrong(group, how, op, schedule, puts):
     """The last rank, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
-    start()
+    start(puts)
     call = getattr(fluxlike, op)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     guilty = rank == size - 1
@@ -311,21 +327,24 @@ def wrong(group, how, op, schedule):
     return said, took
 
 
-WRONG = [(how, 4, "shm", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
-WRONG += [(how, 4, "shm", "ag_gemm", schedule) for how, schedule in (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))]
+WRONG = [(how, 4, "shm", "auto", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
+AG_WRONG = (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))
+WRONG += [(how, 4, "shm", "auto", "ag_gemm", schedule) for how, schedule in AG_WRONG]
 WRONG += [
-    pytest.param(how, ranks, "nvshmem", op, "auto", marks=pytest.mark.gpu)
+    pytest.param(how, ranks, "nvshmem", puts, op, "auto", marks=pytest.mark.gpu)
     for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))
     for ranks in (2, 4)
+    for puts in ("host", "auto")
 ]
 
 
-@pytest.mark.parametrize(("how", "ranks", "heap", "op", "schedule"), WRONG)
-def test_what_goes_wrong(how, ranks, heap, op, schedule):
+@pytest.mark.parametrize(("how", "ranks", "heap", "puts", "op", "schedule"), WRONG)
+def test_what_goes_wrong(how, ranks, heap, puts, op, schedule):
     limit = 2 if how == "absent" else 10 if heap == "shm" else 4
     env, last = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": str(limit)}, ranks - 1
     dead = [last] if how == "dead" else []
-    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, how=how, op=op, schedule=schedule)
+    what = {"how": how, "op": op, "schedule": schedule, "puts": puts}
+    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, **what)
     said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
     assert set(said) == set(range(last if how == "dead" else ranks)), [str(outcome) for outcome in outcomes]
     told = "PeerTimeout" if how in ("absent", "dead") else "CallMismatch"

@@ -1,8 +1,12 @@
-"""What a GPU does about messages between nodes: it waits for them, and sees what they are. `ops.messages` has the record."""
+"""What a GPU does about messages between nodes: it waits for them, sees what they are, and may send them itself. `ops.messages` has
+the record.
+"""
 
 import triton
 import triton.language as tl
 
+from .lang import cta_barrier
+from .puts import put_signal, quiet
 from .sync import (
     ABORT,
     BASES,
@@ -23,6 +27,8 @@ CAME = tl.constexpr(1)
 #: int64 words in front of a message's payload, so that the payload begins as TMA wants it, and which of them are used.
 HEADER = tl.constexpr(32)
 ROWS, COLUMNS, BAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+#: What a message adds to its word: as much by one put as by several, each of a part.
+SIGNALS = tl.constexpr(128)
 
 
 @triton.jit
@@ -50,14 +56,50 @@ def messages_head_kernel(
     What the stream holds behind this may put the message into the slot on node ``peer``, and on the PEERS - 1 behind it.
     ``inner``, ``other``: control blocks of contexts of the node, of which this is ``rank``, on which the payload depends.
     """
+    _wait_for_credits(head, ctl, slot, node, peer, J, PEERS)
+    _write_head(box, ctl, inner, other, rank, m, columns)
+
+
+@triton.jit
+def _wait_for_credits(head, ctl, slot, node, peer, J, peers):
+    """Of node ``peer`` and the peers - 1 behind it."""
     used = tl.load(ctl + LAST_USE + slot)
-    for step in range(PEERS):  # (A)
+    for step in range(peers):  # (A)
         receiver = (peer + step) % J
         wait(head + CAME + (2 + slot) * J + receiver, used, ctl, node, WAIT_CREDIT, receiver, 0)
+
+
+@triton.jit
+def _write_head(box, ctl, inner, other, rank, m, columns):
     bad = _failed(ctl) | _given_up(inner, rank) | _given_up(other, rank)
     tl.store(box + ROWS, m.to(tl.int64))
     tl.store(box + COLUMNS, columns.to(tl.int64))
     tl.store(box + BAD, bad.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "nbytes", "nodes", "peers"])
+def messages_put_kernel(
+    box, to, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, nbytes, nodes, peers
+):  # fmt: skip
+    """`messages_head_kernel`, and the puts that it is for: each program puts a part, to the ``peers`` nodes.
+
+    ``box``, the head and the payload, ``nbytes`` in all, goes ``to`` the own place in the slot. pes [nodes]: of the counterparts.
+    At most SIGNALS programs, of which that is a multiple.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
+    if program == 0:
+        _write_head(box, ctl, inner, other, rank, m, columns)
+    cta_barrier()  # the head is there for all threads
+    nbytes = nbytes.to(tl.int64)
+    part = tl.cdiv(tl.cdiv(nbytes, programs), 256) * 256  # so the first has the whole head
+    start = tl.minimum(program * part, nbytes)
+    size = tl.minimum(part, nbytes - start)
+    word = (head + CAME + slot * nodes + node).to(tl.int64)
+    add = (SIGNALS // programs).to(tl.int64)
+    for step in range(peers):  # the nearest behind this one first
+        receiver = (peer + peers - 1 - step) % nodes
+        put_signal(to.to(tl.int64) + start, box.to(tl.int64) + start, size, word, add, tl.load(pes + receiver))  # (B)
 
 
 @triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch", "rank"])
@@ -75,7 +117,8 @@ def messages_came_kernel(
     ours = m.to(tl.int64) * 4294967296 + columns.to(tl.int64)
     for step in range(PEERS):
         sender = (peer + step) % J
-        wait(head + CAME + slot * J + sender, tl.load(ctl + LAST_USE + slot) + 1, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
+        want = (tl.load(ctl + LAST_USE + slot) + 1) * SIGNALS
+        wait(head + CAME + slot * J + sender, want, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
         box = inbox + (slot * J + sender).to(tl.int64) * pitch
         theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
         bad = tl.load(box + BAD, volatile=True)
@@ -93,6 +136,21 @@ def messages_came_kernel(
 @triton.jit(do_not_specialize=["slot", "node", "rank"])
 def messages_end_kernel(ctl, inner, other, slot, node, rank):
     """The call ends, where something of it came behind the last `messages_came_kernel`. One program."""
+    _end(ctl, inner, other, slot, node, rank)
+
+
+@triton.jit(do_not_specialize=["slot", "node", "rank", "nodes"])
+def messages_credits_kernel(ctl, inner, other, head, pes, slot, node, rank, nodes, QUIET: tl.constexpr):
+    """`messages_end_kernel`, and the credits: all messages of the call have been read. One program.
+
+    QUIET: what this rank has put by kernels may still be on its way; the next call writes the places that it is put from.
+    """
+    word = (head + CAME + (2 + slot) * nodes + node).to(tl.int64)
+    nothing = (head + CAME + 4 * nodes).to(tl.int64)  # a word that nobody reads goes before the signal, as puts are of something
+    for step in range(1, nodes):
+        put_signal(nothing, nothing, tl.full((), 8, tl.int64), word, tl.full((), 1, tl.int64), tl.load(pes + (node + step) % nodes))
+    if QUIET:
+        quiet()
     _end(ctl, inner, other, slot, node, rank)
 
 

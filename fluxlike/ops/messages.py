@@ -63,8 +63,10 @@ OPS = ("gemm_rs", "ag_gemm")
 GAVE_UP = -1
 #: Where the payloads of nodes come: [J, rows, columns], or for each node [rows, columns].
 Places = torch.Tensor | dict[int, torch.Tensor]
-_HEADER_BYTES = 8 * kernels.HEADER.value
-_ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
+#: In front of a payload.
+HEADER_BYTES = 8 * kernels.HEADER.value
+#: How a kernel of one program is compiled that waits and signals.
+ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 
 
 class Messages:
@@ -203,7 +205,7 @@ class Puts(Messages):
         executor = self._world.executor
         if executor.one_host:
             self.rate = cost.COPY_RATE
-        self._pitch = _HEADER_BYTES + tiling.round_up(nbytes, 256)
+        self._pitch = HEADER_BYTES + tiling.round_up(nbytes, 256)
         self._sending = sending
         words = tiling.round_up(1 + 4 * count, 32)
         total = 8 * words + (2 * count + sending) * self._pitch
@@ -222,10 +224,24 @@ class Puts(Messages):
         ctl[sync.BASES.value + self.node] = self.head.data_ptr()
         self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
         self._puts, self._slot, self._stream = executor.puts(), 0, None
+        #: Whether a put of this call is still to be joined.
+        self._beside = False
         #: Launches, and places of payloads, of calls made before.
         self._made: dict[Hashable, Any] = {}
+        error: Exception | None = None
+        try:
+            self._prepare()
+        except Exception as problem:  # Triton, its linker and NVSHMEM raise several kinds
+            error = RuntimeError(f"{op}: {problem}")
         executor.synchronize()
-        control.barrier(f"{op}: making messages between nodes")
+        try:
+            control.agree(f"{op}: making messages between nodes", None, error)
+        except BaseException:
+            self.close(True)
+            raise
+
+    def _prepare(self) -> None:
+        """What else a call needs; before the ranks meet."""
 
     # -- what is made once, as it takes the host long -------------------------------------------------------------------
 
@@ -239,7 +255,7 @@ class Puts(Messages):
 
     def _launch(self, key: Hashable, kernel: Any, args: Callable[[], tuple], **constants: int) -> None:
         """A launch of one program; ``kernel`` and ``args`` are the same whenever ``key`` is."""
-        self._once(key, lambda: self._inner.prepare(kernel, 1, args(), constants, _ONE, ()))(())
+        self._once(key, lambda: self._inner.prepare(kernel, 1, args(), constants, ONE, ()))(())
 
     def _of_node(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The control blocks of the contexts of this node: of the operation, and of what it exchanges by schedule "sequential"."""
@@ -252,7 +268,7 @@ class Puts(Messages):
     def _payload(self, boxes: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         """[…, rows, columns] of messages […, bytes]."""
         nbytes = rows * columns * dtype.itemsize
-        payload = boxes[..., _HEADER_BYTES : _HEADER_BYTES + nbytes].view(dtype)
+        payload = boxes[..., HEADER_BYTES : HEADER_BYTES + nbytes].view(dtype)
         return payload.view(*boxes.shape[:-1], rows, columns)
 
     def _word(self, index: int) -> int:
@@ -297,12 +313,19 @@ class Puts(Messages):
 
         to, source, came = self._once(("put", self._slot, node), addresses)
         nbytes = place.numel() * place.element_size()
-        self._puts.put(to, source, _HEADER_BYTES + nbytes, came, self._pes[node])
+        self._puts.put(to, source, HEADER_BYTES + nbytes, came, kernels.SIGNALS.value, self._pes[node])
+        self._beside = True
         self.bytes += nbytes
 
     def send_to_all(self, x: torch.Tensor) -> None:
+        self._send_to_all(self._placed(x))
+
+    def _placed(self, x: torch.Tensor) -> torch.Tensor:
+        """A payload for all nodes, where it is sent from."""
         place = self.place(self.next[0], x.shape[0], x.shape[1], x.dtype)
-        place.copy_(x)
+        return place.copy_(x)
+
+    def _send_to_all(self, place: torch.Tensor) -> None:
         self._head(self.next[0], len(self.next))
         for node in self.before:
             self._put(place, node)
@@ -328,7 +351,13 @@ class Puts(Messages):
         if not self._ended:
             args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
             self._launch(("end", slot), kernels.messages_end_kernel, args)
-        self._puts.join()
+        self.join()
+
+    def join(self) -> None:
+        """What the host had put in this call has left its place, behind this on the stream."""
+        if self._beside:
+            self._puts.join()
+            self._beside = False
 
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
@@ -371,9 +400,3 @@ class Puts(Messages):
 
 def _sizes(packed: int) -> str:
     return f"M={packed >> 32} and {packed & 0xFFFFFFFF} columns"
-
-
-def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> Letters | Puts:
-    """Those of a context; collective. See `Puts`."""
-    kind = Letters if world.current().executor.name == "shm" else Puts
-    return kind(op, control, nbytes, sending, inner)

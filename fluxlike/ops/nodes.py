@@ -46,8 +46,8 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import choice, cost, keeping, validate
 from .exchange import Compiled
+from .kernel_puts import messages
 from .making import Held
-from .messages import messages
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
 _SUM, _BLOCK = Compiled(warps=4), 1024

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,11 +85,11 @@ class CudaPuts:
         self._stream = torch.cuda.Stream(self._device, priority=-1)
         self._raw, self._order = self._stream.cuda_stream, streams.Order(self._device)
 
-    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
+    def put(self, to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
         with self._executor.current():
             self._order(streams.current(self._device), self._raw)
-            nvshmem.put(to, source, nbytes, signal, pe, self._raw)
+            nvshmem.put(to, source, nbytes, signal, more, pe, self._raw)
 
     def join(self) -> None:
         with self._executor.current():
@@ -176,6 +177,8 @@ class CudaExecutor:
             raise RuntimeError("FLUXLIKE_RACECHECK=1 works on the CPU heap only: use fluxlike.init(heap='shm'), or unset it")
         self.device = device
         self._lanes: dict[Hashable, CudaLanes] = {}
+        #: Kernels that NVSHMEM knows.
+        self._known: set[str] = set()
         #: Of each thread, whether the driver knows its context there.
         self._threads = threading.local()
         properties = torch.cuda.get_device_properties(device)
@@ -218,7 +221,18 @@ class CudaExecutor:
     def launch(self, kernel: Any, programs: int, args: tuple, constants: dict, warps: int, stages: int) -> Any:
         """Through Triton, which compiles what it does not know; returns what was compiled."""
         with self.current():  # Triton launches on the current device, which the caller may have changed
+            if "extern_libs" in constants:
+                self.ready(kernel, args, constants, warps, stages)
             return kernel[(programs,)](*args, **constants, num_warps=warps, num_stages=stages)
+
+    def ready(self, kernel: Any, args: Sequence[Any], constants: dict, warps: int, stages: int) -> None:
+        """Compile and load a kernel that calls NVSHMEM, and let it do so; a capture is too late for that."""
+        with self.current():
+            compiled = kernel.warmup(*args, grid=(1,), **constants, num_warps=warps, num_stages=stages)
+            if compiled.hash not in self._known:
+                compiled.run  # noqa: B018 - Triton loads a kernel when that is asked for
+                nvshmem.make_known(int(compiled.module))
+                self._known.add(compiled.hash)
 
     def prepare(
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, warps: int, stages: int, varying: tuple[int, ...]
@@ -230,6 +244,10 @@ class CudaExecutor:
 
     def puts(self) -> CudaPuts:
         return CudaPuts(self)
+
+    def device_puts(self) -> Path | None:
+        """The library by which kernels put to other nodes, if it is there."""
+        return nvshmem.device_library(self.capability)
 
     def lanes(self, users: Hashable) -> CudaLanes:
         """The same ones for the same ``users``, who take turns: torch keeps memory for cuBLAS for each stream that multiplied."""

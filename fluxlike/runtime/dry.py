@@ -7,6 +7,7 @@ capability. Here that can be asked for any GPU and any number of ranks, in one p
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -120,11 +121,11 @@ class DryPuts:
     """Puts that put nothing, and credits that nobody gets; ``made``, ``added``: with what arguments."""
 
     def __init__(self) -> None:
-        self.made: list[tuple[int, int, int, int, int]] = []
+        self.made: list[tuple[int, int, int, int, int, int]] = []
         self.added: list[tuple[int, int]] = []
 
-    def put(self, to: int, source: int, nbytes: int, signal: int, pe: int) -> None:
-        self.made.append((to, source, nbytes, signal, pe))
+    def put(self, to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
+        self.made.append((to, source, nbytes, signal, more, pe))
 
     def join(self) -> None:
         """Nothing is under way."""
@@ -143,6 +144,7 @@ class DryExecutor:
     device = DEVICE
     programs = 128
     one_host = True
+    library: Path | None = None
 
     def __init__(self, capability: tuple[int, int], owner: "DryWorld") -> None:
         self.capability, self._owner = capability, owner
@@ -162,6 +164,12 @@ class DryExecutor:
 
     def puts(self) -> DryPuts:
         return DryPuts()
+
+    def device_puts(self) -> Path | None:
+        return self.library
+
+    def ready(self, *launch: Any) -> None:
+        """Nothing is loaded."""
 
     def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return make()
@@ -228,9 +236,15 @@ class DryWorld:
 
 
 @contextmanager
-def recording(capability: tuple[int, int], ranks: int = 4, rank: int = 1, nodes: int = 1) -> Iterator[list[Record]]:
-    """Between init and finalize of a dry world; its calls take operands made by `tensor`. Gives the launches so far."""
+def recording(
+    capability: tuple[int, int], ranks: int = 4, rank: int = 1, nodes: int = 1, library: Path | None = None
+) -> Iterator[list[Record]]:
+    """Between init and finalize of a dry world; its calls take operands made by `tensor`. Gives the launches so far.
+
+    ``library``: by which kernels put to other nodes.
+    """
     before, dry = world._world, DryWorld(capability, ranks, rank, nodes)
+    dry.executor.library = library
     world._world = dry  # type: ignore[assignment]
     try:
         yield dry.executor.records

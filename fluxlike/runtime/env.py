@@ -25,6 +25,7 @@ TABLE = (
     Variable("FLUXLIKE_TREE_ARRAY_BOUND", "10000000", "elements up to which one tree carries a whole array, see docs/topology.md"),
     Variable("FLUXLIKE_RANKS_PER_GPU", "1", "ranks that share a GPU, to run more ranks than there are GPUs, see docs/one_gpu.md"),
     Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
+    Variable("FLUXLIKE_PUTS", "auto", "who puts to other nodes' GPUs: host, device or auto, see docs/nodes.md"),
     Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
 )
 #: Those of the scripts and of the tests, which the package never reads.
@@ -100,6 +101,14 @@ def tune() -> str:
     return text
 
 
+def puts() -> str:
+    """FLUXLIKE_PUTS, checked: "host", "device" or "auto"."""
+    text = get("FLUXLIKE_PUTS")
+    if text not in ("host", "device", "auto"):
+        raise ValueError(f"FLUXLIKE_PUTS={text!r} is not one of host, device, auto; unset it for auto")
+    return text
+
+
 def log_level() -> str:
     """FLUXLIKE_LOG, checked."""
     text, levels = get("FLUXLIKE_LOG"), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -159,6 +168,7 @@ _CHECKS = (
     tree_array_bound,
     ranks_per_gpu,
     virtual_nodes,
+    puts,
     log_level,
 )
 

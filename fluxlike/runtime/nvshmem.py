@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,14 +92,14 @@ def _signals() -> tuple[Any, Any, int, int]:
     return bindings.putmem_signal_on_stream, bindings.signal_op_on_stream, int(how.SIGNAL_ADD), int(how.SIGNAL_SET)
 
 
-def put(to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
-    """Queue a put of ``nbytes`` to the rank ``pe`` of the world, and behind it one more on its 64-bit word at ``signal``.
+def put(to: int, source: int, nbytes: int, signal: int, more: int, pe: int, stream: int) -> None:
+    """Queue a put of ``nbytes`` to the rank ``pe`` of the world, and behind it ``more`` on its 64-bit word at ``signal``.
 
     ``to`` and ``signal`` are symmetric, named by this rank's memory; ``source`` may be written again behind this on the stream.
     """
     queue, _, add, _ = _signals()
     with _one_at_a_time:
-        queue(to, source, nbytes, signal, 1, add, pe, stream)
+        queue(to, source, nbytes, signal, more, add, pe, stream)
 
 
 def signal(address: int, value: int, pe: int, stream: int, add: bool) -> None:
@@ -113,6 +115,24 @@ def quiet(stream: int) -> None:
 
     with _one_at_a_time:
         bindings.quiet_on_stream(stream)
+
+
+def device_library(capability: tuple[int, int]) -> Path | None:
+    """NVSHMEM's functions for kernels, as bitcode, beside the library of this process; None if it is not there.
+
+    Wheels have it as libnvshmem_device.bc, or from 3.7 on by compute capability.
+    """
+    found = find_spec("nvidia.nvshmem")
+    folders = [Path(place) / "lib" for place in (found.submodule_search_locations or ())] if found else []
+    names = "libnvshmem_device.bc", f"libnvshmem_device_sm_{capability[0]}{capability[1]}.bc"
+    return next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
+
+
+def make_known(module: int) -> None:
+    """From now on the kernels of a module of the driver's may call NVSHMEM, which has started."""
+    from nvshmem.bindings import nvshmem as bindings
+
+    bindings.cumodule_init(module)
 
 
 class NvshmemSegment:

@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from . import stub
+
 #: (kind, (file:line, the caller's file:line)): how often.
 Effects = Counter[tuple[str, tuple[str, ...]]]
 
@@ -38,6 +40,9 @@ def _kind(line: str) -> str | None:
     atomic = re.search(r"\btt\.atomic_\w+ (?:\w+, )?(release|acquire|acq_rel|relaxed)\b", line)
     if atomic:
         return _KINDS[atomic.group(1)]
+    called = re.search(r'\btt\.extern_elementwise .*symbol = "(\w+)"', line)
+    if called:
+        return stub.KINDS.get(called.group(1))
     if re.search(r"\btt\.load\b.*isVolatile = true", line):
         return "volatile load"
     assembly = re.search(r'\btt\.elementwise_inline_asm "\W*(?:\.?reg [^;]*;\W*)*(@\S+\s+)?([a-z][\w.:]*).*pure = false', line)

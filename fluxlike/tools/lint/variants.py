@@ -14,6 +14,7 @@ from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
 from ...ops.sparse_all_reduce import NARROW, create_sparse_all_reduce_context
 from ...runtime import dry, env
+from . import stub
 from .compiling import Built, Launch, build, launch_of
 from .rules import Finding, Spec, lint_built
 
@@ -49,7 +50,10 @@ COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 
 @dataclass(frozen=True)
 class Case:
-    """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are. ``bias``: of the products."""
+    """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are. ``bias``: of the products.
+
+    ``puts``: who makes those between nodes.
+    """
 
     op: str
     schedule: str
@@ -58,10 +62,11 @@ class Case:
     kn: bool = False
     nodes: int = 1
     bias: bool = False
+    puts: str = "host"
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == torch.bfloat16 else f"-{str(self.dtype).removeprefix('torch.')}"
-        nodes = f"-{self.nodes}nodes" if self.nodes > 1 else ""
+        nodes = f"-{self.nodes}nodes{'-puts' if self.puts == 'device' else ''}" if self.nodes > 1 else ""
         return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}{'-bias' if self.bias else ''}{nodes}"
 
 
@@ -97,7 +102,7 @@ def cases(capability: int) -> list[Case]:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
         found.append(Case(op, "decomposed"))
-        found.append(Case(op, "decomposed", nodes=2))
+        found += [Case(op, "decomposed", nodes=2), Case(op, "decomposed", nodes=2, puts="device")]
         found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
         if capability == 90:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True, bias=True)]
@@ -115,14 +120,24 @@ def cases(capability: int) -> list[Case]:
 
 
 @contextmanager
-def _topology(name: str) -> Iterator[None]:
-    """For trees: there may be no GPU that could be looked at."""
-    before = env.get("FLUXLIKE_TOPOLOGY")
-    env.put("FLUXLIKE_TOPOLOGY", name)
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = env.get(name)
+    env.put(name, value)
     try:
         yield
     finally:
-        env.put("FLUXLIKE_TOPOLOGY", before)
+        env.put(name, before)
+
+
+@contextmanager
+def _world(case: Case, capability: tuple[int, int]) -> Iterator[list[dry.Record]]:
+    """For trees links are given: there may be no GPU that could be looked at."""
+    with (
+        _variable("FLUXLIKE_TOPOLOGY", f"nvswitch-{RANKS}"),
+        _variable("FLUXLIKE_PUTS", case.puts),
+        dry.recording(capability, RANKS, nodes=case.nodes, library=stub.library()) as records,
+    ):
+        yield records
 
 
 def launches(case: Case, capability: int) -> list[Launch]:
@@ -134,7 +149,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
 
     weight = operand(k, n).T if case.kn else operand(n, k)
     bias = operand(n) if case.bias else None
-    with _topology(f"nvswitch-{RANKS}"), dry.recording((capability // 10, capability % 10), RANKS, nodes=case.nodes) as records:
+    with _world(case, (capability // 10, capability % 10)) as records:
         if case.op == "gemm_rs":
             with closing(gemm_rs_op.create_gemm_rs_context(m, n, k * RANKS, dtype=case.dtype, schedule=case.schedule)) as rs:
                 gemm_rs_op.gemm_rs(operand(m, k), weight, rs, bias=bias)
@@ -164,8 +179,8 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
     # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
     came = name == "messages_came_kernel"
-    ended = int(last or name == "messages_end_kernel")
-    counts["volatile load"] += 5 * (name == "messages_head_kernel") + 6 * came + 6 * ended
+    ended = int(last or name in ("messages_end_kernel", "messages_credits_kernel"))
+    counts["volatile load"] += 5 * (name in ("messages_head_kernel", "messages_put_kernel")) + 6 * came + 6 * ended
     counts["asm fence.acq_rel.sys"] += came + ended
     return counts
 
@@ -222,6 +237,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "messages_head_kernel": (1, 0, 0, 0),
         "messages_came_kernel": (1, 0, 0, 0),
         "messages_end_kernel": (0, 0, 0, 0),
+        # credits, and the puts; credits
+        "messages_put_kernel": (1, 1, 0, 0),
+        "messages_credits_kernel": (0, 1, 0, 0),
         # what the stream orders needs no signals
         "sum_over_nodes_kernel": (0, 0, 0, 0),
         "sparse_sums_kernel": (0, 0, 0, 0),
