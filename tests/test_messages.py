@@ -114,7 +114,7 @@ def ends_with_credits(this, **constants):
     """The arguments of the end of a call by which kernels put; of its counterparts' numbers in the world, too."""
     numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
     where = this.ctl, *this.inner, this.head, numbers, this.slot, this.node, RANK, this.nodes
-    return (kernels.messages_credits_kernel, *where), dict(QUIET=False, **constants)
+    return (kernels.messages_credits_kernel, *where), dict(NEAR=True, **constants)
 
 
 @contextlib.contextmanager
@@ -153,48 +153,64 @@ def waits_for_credits(group):
 
 def puts_it(group):
     """Behind the credits of all that get it the message, head and all, in parts that signal as much as one would."""
-    for this, programs, nbytes in itertools.product(cases(), (1, 2, 8), (256, 300, 5000)):
+    for this, near, parts, nbytes in itertools.product(cases(), (False, True), (1, 4, 64), (0, 300, 50000)):
+        if not near and parts > 1:
+            continue
         numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
+        box, payload = torch.full((6400,), NOT_THERE, dtype=torch.int64), torch.zeros(4, dtype=torch.bfloat16)
+        to, start, programs = this.boxes[this.slot, this.node], 48, parts + near
+        where = box, payload, to, this.head, this.ctl, *this.inner, numbers, this.slot, this.node
         for peer, count in [(peer, 1) for peer in this.others] + [(this.others[0], len(this.others))]:
-            receivers = [peer] if count == 1 else this.others[::-1]
-            box = torch.full((625,), NOT_THERE, dtype=torch.int64)
-            to = this.boxes[this.slot, this.node]
-            where = box, to, this.head, this.ctl, *this.inner, numbers, this.slot, this.node, peer, RANK, 70, 90, nbytes
-            args = kernels.messages_put_kernel, *where, this.nodes, count
+            receivers = [peer] if count == 1 else this.others[::-1]  # the nearest behind this one first
+            args = kernels.messages_put_kernel, *where, peer, RANK, 70, 90, start, nbytes, this.nodes, count
             for receiver in receivers:
                 this.head[1:] = USED
                 this.head[this.read(receiver)] = USED - 1
                 with putting() as made:
-                    assert this.run(*args) == (this.read(receiver), receiver, sync.WAIT_CREDIT.value, USED, USED - 1)
+                    want = this.read(receiver), receiver, sync.WAIT_CREDIT.value, USED, USED - 1
+                    assert this.run(*args, programs=programs, NEAR=near) == want
                     assert not made
             this.head[1:] = USED
-            heads = []
+            heads: list = []
             with putting(lambda box=box, heads=heads: heads.append(box[:4].tolist())) as made:
-                assert this.run(*args, programs=programs) is None
-            assert all(head == [70, 90, 0, NOT_THERE] for head in heads[: len(receivers)]) and (box[3:] == NOT_THERE).all()
-            assert len(made) == programs * len(receivers)
+                assert this.run(*args, programs=programs, NEAR=near) is None
+            assert (box[3:] == NOT_THERE).all() and len(made) == programs * count
             assert {word for *_, word, _, _ in made} == {this.head.data_ptr() + 8 * this.came(this.node)}
-            for number, receiver in enumerate(receivers):
-                parts = [put for put in made if put[-1] == numbers[receiver]]
-                assert parts[0] == made[number], "the nearest behind this one first"
-                assert sum(add for *_, add, _ in parts) == kernels.SIGNALS.value
-                assert [part[0] - to.data_ptr() for part in parts] == [part[1] - box.data_ptr() for part in parts]
-                ends = list(itertools.accumulate(part[2] for part in parts))
-                assert [part[1] - box.data_ptr() for part in parts] == [0, *ends[:-1]] and ends[-1] == nbytes
-                assert parts[0][2] >= 256 and all(part[1] % 16 == 0 for part in parts if part[2])
+            first = [put[-1] for put in made if put[0] == to.data_ptr()]
+            assert first == [numbers[receiver] for receiver in receivers]
+            for receiver in receivers:
+                mine = sorted(put for put in made if put[-1] == numbers[receiver])
+                assert sum(add for *_, add, _ in mine) == kernels.SIGNALS.value
+                assert all(heads[made.index(put)] == [70, 90, 0, NOT_THERE] for put in mine if put[1] == box.data_ptr())
+                whole = [(0, box.data_ptr(), 256)]  # where to, from where, bytes
+                if not near:
+                    whole = [(0, box.data_ptr(), 256 + nbytes)]
+                elif nbytes:
+                    whole.append((256, payload.data_ptr() + start, nbytes))
+                pieces = [[put[0] - to.data_ptr(), *put[1:3]] for put in mine if put[2]]
+                joined = [pieces[0]]
+                for at, source, size in pieces[1:]:
+                    before = joined[-1]
+                    if before[0] + before[2] == at and before[1] + before[2] == source and at != 256:
+                        before[2] += size
+                    else:
+                        joined.append([at, source, size])
+                assert [tuple(piece) for piece in joined] == whole
+                assert near or len(mine) == 1
+                assert all(put[1] % 16 == 0 and put[0] % 16 == to.data_ptr() % 16 for put in mine if put[2])
 
 
 def gives_credits(group):
     """For the message of each other node, to it; a wait for what was put comes behind them and before the call ends, if at all."""
-    for this, quiet in itertools.product(cases(), (False, True)):
+    for this, near in itertools.product(cases(), (False, True)):
         args, constants = ends_with_credits(this)
         ctl, epochs = this.ctl.clone(), []
         with putting(lambda this=this, epochs=epochs: epochs.append(int(this.ctl[sync.EPOCH.value]))) as made:
-            assert this.run(*args, **{**constants, "QUIET": quiet}) is None
+            assert this.run(*args, **{**constants, "NEAR": near}) is None
         credits, spare = made[: this.nodes - 1], this.head.data_ptr() + 8 * (1 + 4 * this.nodes)
-        assert made[this.nodes - 1 :] == [()] * quiet
+        assert made[this.nodes - 1 :] == [()] * (not near)
         word = this.head.data_ptr() + 8 * this.read(this.node)
-        assert credits == [(spare, spare, 8, word, 1, 10 * other + 3) for other in this.others]
+        assert credits == [(spare, spare, 0 if near else 8, word, 1, 10 * other + 3) for other in this.others]
         assert set(epochs) == {int(ctl[sync.EPOCH.value])}
         ctl[sync.LAST_USE.value + this.slot] += 1
         ctl[sync.EPOCH.value] += 1
@@ -209,8 +225,9 @@ def says(group):
         if bad is not None:
             bad[0][bad[1].value] = 1
         numbers = torch.zeros(2, dtype=torch.int32)
-        itself = this.boxes[1, 1], this.boxes[0, 1], this.head, this.ctl, *this.inner, numbers, 0, 1, 0, RANK, 70, 90, 256, 2, 1
-        for args, constants in (heads(this, 0, 1, this.boxes[1, 1]), ((kernels.messages_put_kernel, *itself), {})):
+        boxes = this.boxes[1, 1], this.boxes[1, 0], this.boxes[0, 1]
+        itself = *boxes, this.head, this.ctl, *this.inner, numbers, 0, 1, 0, RANK, 70, 90, 0, 256, 2, 1
+        for args, constants in (heads(this, 0, 1, this.boxes[1, 1]), ((kernels.messages_put_kernel, *itself), {"NEAR": False})):
             box = this.boxes[1, 1].fill_(NOT_THERE)
             with putting():
                 assert this.run(*args, **constants) is None
@@ -346,15 +363,15 @@ def puts(op, nodes, rank, library=None):
         made, added = [], []
         for record in records:
             if record.kernel is kernels.messages_put_kernel:
-                box, to, head, _, _, _, numbers, slot, node, peer, _, m, columns, nbytes, count, peers = record.args
+                box, _, to, head, _, _, _, numbers, slot, node, peer, _, m, columns, _, nbytes, count, peers = record.args
                 assert (m, columns, count) == (64, 32 if op == "gemm_rs" else 16, nodes)
-                assert record.constants == device.library(library) and numbers is post._there
+                assert record.constants == {"NEAR": True, **device.library(library)} and numbers is post._there
                 word = head.data_ptr() + 8 * (1 + slot * nodes + node)
                 pes = [post._pes[(peer + step) % nodes] for step in range(peers)]
-                made += [(to.data_ptr(), box.data_ptr(), nbytes, word, kernels.SIGNALS.value, pe) for pe in pes]
+                made += [(to.data_ptr(), box.data_ptr(), 256 + nbytes, word, kernels.SIGNALS.value, pe) for pe in pes]
                 heads.append(box.data_ptr())
             elif record.kernel is kernels.messages_credits_kernel:
-                assert not record.constants.pop("QUIET") and record.constants == device.library(library)
+                assert record.constants == {"NEAR": True, **device.library(library)}
                 _, _, _, head, numbers, slot, node, *_ = record.args
                 assert numbers is post._there
                 added += [(head.data_ptr() + 8 * (1 + (2 + slot) * nodes + node), post._pes[other]) for other in post.next]
@@ -386,23 +403,56 @@ def test_who_gets_what(op, nodes, library):
             assert all(nbytes == 256 + 16 * (32 if op == "gemm_rs" else 16) * 2 for _, _, nbytes, *_ in mine)
 
 
-@pytest.mark.parametrize("who, one_host, rows, by_kernels", [
-    ("auto", True, 64, True), ("auto", True, 1 << 15, False), ("auto", False, 64, False), ("device", False, 64, True),
-    ("device", True, 1 << 15, True), ("host", True, 64, False),
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize("who, near, together, by_kernels", [
+    ("auto", True, True, True), ("auto", True, False, False), ("auto", False, True, False), ("device", False, True, True),
+    ("device", False, False, True), ("device", True, False, True), ("host", True, True, False),
 ])  # fmt: skip
-def test_who_puts(who, one_host, rows, by_kernels, monkeypatch):
-    """FLUXLIKE_PUTS; auto: kernels those that are small, where one host's GPUs are nodes."""
+def test_who_puts(op, who, near, together, by_kernels, monkeypatch):
+    """FLUXLIKE_PUTS; auto: kernels those beside which nothing runs, where one host's GPUs are nodes. From where they are put."""
     monkeypatch.setenv("FLUXLIKE_PUTS", who)
-    monkeypatch.setattr(dry.DryExecutor, "one_host", one_host)
+    monkeypatch.setattr(dry.DryExecutor, "one_host", near)
     with dry.recording((9, 0), 2, 0, 2, Path("there")) as records:
-        ctx = fluxlike.create_gemm_rs_context(rows, 512, 32)
+        ctx = fluxlike.create_gemm_rs_context(60, 64, 32) if op == "gemm_rs" else fluxlike.create_ag_gemm_context(60, 64, 32)
+        ctx.together = together
+        x, w = dry.tensor((60 if op == "gemm_rs" else 30, 32), torch.bfloat16), dry.tensor((64, 32), torch.bfloat16)
         for _ in range(3):
-            fluxlike.gemm_rs(dry.tensor((rows, 16), torch.bfloat16), dry.tensor((512, 16), torch.bfloat16), ctx)
-        assert getattr(ctx.messages, "by_kernels", 0) == 3 * by_kernels and len(ctx.messages._puts.made) == 3 * (not by_kernels)
+            fluxlike.gemm_rs(x, w, ctx) if op == "gemm_rs" else fluxlike.ag_gemm(x, w, ctx)
+        post = ctx.messages
+        assert getattr(post, "by_kernels", 0) == 3 * by_kernels and len(post._puts.made) == 3 * (not by_kernels)
         launched = [record for record in records if record.kernel is kernels.messages_put_kernel]
         assert len(launched) == 3 * by_kernels
-        ended = {record.constants["QUIET"] for record in records if record.kernel is kernels.messages_credits_kernel}
-        assert ended == ({not one_host} if who != "host" and (one_host or by_kernels) else set())
+        ends = [record for record in records if record.kernel is kernels.messages_credits_kernel]
+        assert len(ends) == (0 if who == "host" or (who == "auto" and not near) else 3)
+        assert {record.constants["NEAR"] for record in (*launched, *ends)} <= {near}
+        placed = post.place(1, 30, 64 if op == "gemm_rs" else 32, torch.bfloat16)
+        for record in launched:
+            payload, start, nbytes = record.args[1], record.args[14], record.args[15]
+            assert nbytes == placed.numel() * 2
+            rows = near and together and op == "gemm_rs"  # the second half of all partial sums
+            assert start == (30 * 64 * 2 if rows else 0)
+            where = placed if not near or (op == "gemm_rs" and not together) else x
+            assert rows or payload.data_ptr() == where.data_ptr()
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_payload_that_kernels_cannot_take_from_where_it_lies(op, monkeypatch):
+    """It is copied to where messages are sent from: rows that do not begin at 16 bytes, rows that lie apart."""
+    with dry.recording((9, 0), 2, 0, 2, Path("there")) as records:
+        if op == "gemm_rs":
+            ctx, w = fluxlike.create_gemm_rs_context(6, 9, 16), dry.tensor((9, 8), torch.bfloat16)
+            calls = [dry.tensor((6, 8), torch.bfloat16)]
+        else:
+            ctx, w = fluxlike.create_ag_gemm_context(6, 9, 16), dry.tensor((9, 16), torch.bfloat16)
+            apart, shifted = dry.tensor((3, 32), torch.bfloat16)[:, :16], dry.tensor((4, 16), torch.bfloat16).view(-1)[1:49]
+            calls = [apart, shifted.view(3, 16), dry.tensor((3, 16), torch.bfloat16)]
+        ctx.together = True
+        for x in calls:
+            fluxlike.gemm_rs(x, w, ctx) if op == "gemm_rs" else fluxlike.ag_gemm(x, w, ctx)
+        sent = [record.args[1] for record in records if record.kernel is kernels.messages_put_kernel]
+        assert len(ctx.messages._puts.made) == (1 if op == "gemm_rs" else 0)
+        placed = ctx.messages.outbox.data_ptr() + 256
+        assert [t.data_ptr() == placed for t in sent] == ([] if op == "gemm_rs" else [True, True, False])
 
 
 def test_no_library_to_put_by(monkeypatch):

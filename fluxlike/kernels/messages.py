@@ -77,29 +77,39 @@ def _write_head(box, ctl, inner, other, rank, m, columns):
     tl.store(box + BAD, bad.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "nbytes", "nodes", "peers"])
+@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "start", "nbytes", "nodes", "peers"])
 def messages_put_kernel(
-    box, to, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, nbytes, nodes, peers
+    box, payload, to, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, start, nbytes, nodes, peers,
+    NEAR: tl.constexpr
 ):  # fmt: skip
-    """`messages_head_kernel`, and the puts that it is for: each program puts a part, to the ``peers`` nodes.
+    """`messages_head_kernel`, and the puts that it is for, to the ``peers`` nodes. pes [nodes]: of the counterparts.
 
-    ``box``, the head and the payload, ``nbytes`` in all, goes ``to`` the own place in the slot. pes [nodes]: of the counterparts.
-    At most SIGNALS programs, of which that is a multiple.
+    ``nbytes`` of payload go behind their head ``to`` the own place in the slot. NEAR: they lie ``start`` bytes behind ``payload``,
+    and the last program puts the head, the others a part of them each. Else they lie behind the head in ``box``, and there is one
+    program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
-    if program == 0:
+    last = program == programs - 1
+    if last:
         _write_head(box, ctl, inner, other, rank, m, columns)
     cta_barrier()  # the head is there for all threads
-    nbytes = nbytes.to(tl.int64)
-    part = tl.cdiv(tl.cdiv(nbytes, programs), 256) * 256  # so the first has the whole head
-    start = tl.minimum(program * part, nbytes)
-    size = tl.minimum(part, nbytes - start)
+    header = tl.full((), 8 * HEADER, tl.int64)
+    source, target = box.to(tl.int64), to.to(tl.int64)
+    if NEAR:
+        part = tl.cdiv(tl.cdiv(nbytes.to(tl.int64), programs - 1), 256) * 256
+        first = tl.minimum(program * part, nbytes)
+        size = tl.where(last, header, tl.minimum(part, nbytes - first))
+        source = tl.where(last, source, payload.to(tl.int64) + start + first)
+        target = tl.where(last, target, target + header + first)
+        add = tl.where(last, SIGNALS // 2, SIGNALS // 2 // (programs - 1)).to(tl.int64)
+    else:
+        size = header + nbytes
+        add = tl.full((), SIGNALS, tl.int64)
     word = (head + CAME + slot * nodes + node).to(tl.int64)
-    add = (SIGNALS // programs).to(tl.int64)
     for step in range(peers):  # the nearest behind this one first
         receiver = (peer + peers - 1 - step) % nodes
-        put_signal(to.to(tl.int64) + start, box.to(tl.int64) + start, size, word, add, tl.load(pes + receiver))  # (B)
+        put_signal(target, source, size, word, add, tl.load(pes + receiver))  # (B)
 
 
 @triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch", "rank"])
@@ -140,16 +150,18 @@ def messages_end_kernel(ctl, inner, other, slot, node, rank):
 
 
 @triton.jit(do_not_specialize=["slot", "node", "rank", "nodes"])
-def messages_credits_kernel(ctl, inner, other, head, pes, slot, node, rank, nodes, QUIET: tl.constexpr):
+def messages_credits_kernel(ctl, inner, other, head, pes, slot, node, rank, nodes, NEAR: tl.constexpr):
     """`messages_end_kernel`, and the credits: all messages of the call have been read. One program.
 
-    QUIET: what this rank has put by kernels may still be on its way; the next call writes the places that it is put from.
+    NEAR: of GPUs of one host. Else what this rank has put by kernels may still be on its way, and the next call writes the places
+    that it is put from.
     """
     word = (head + CAME + (2 + slot) * nodes + node).to(tl.int64)
-    nothing = (head + CAME + 4 * nodes).to(tl.int64)  # a word that nobody reads goes before the signal, as puts are of something
+    spare = (head + CAME + 4 * nodes).to(tl.int64)  # a word that nobody reads goes first, as puts over a network are of something
+    nbytes, one = tl.full((), 0 if NEAR else 8, tl.int64), tl.full((), 1, tl.int64)
     for step in range(1, nodes):
-        put_signal(nothing, nothing, tl.full((), 8, tl.int64), word, tl.full((), 1, tl.int64), tl.load(pes + (node + step) % nodes))
-    if QUIET:
+        put_signal(spare, spare, nbytes, word, one, tl.load(pes + (node + step) % nodes))
+    if not NEAR:
         quiet()
     _end(ctl, inner, other, slot, node, rank)
 

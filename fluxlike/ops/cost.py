@@ -99,8 +99,10 @@ HOST = {"gemm_rs": (150e-6, 45e-6), "ag_gemm": (320e-6, 40e-6)}
 HOST_BETWEEN = 0.3e-3
 #: Bytes a second of a GPU to other nodes: an assumption, a card of 400 Gb/s for each.
 NETWORK_RATE = 50e9
-#: Seconds of the launches that put rows in order where a call of all nodes' rows is made together: an assumption.
-ARRANGED = 20e-6
+#: Seconds from a put to the end of the wait for it, of an empty message: by the host; by a kernel, on one host. Fitted.
+PUT, PUT_BY_KERNEL = 22e-6, 10e-6
+#: Seconds of the launches that put rows in order where a call of all nodes' rows is made together; fitted.
+ARRANGED = 5e-6
 #: K of a context that does not know it.
 LARGE_K = 32768
 

@@ -2,14 +2,14 @@
 
 The protocol is that of `messages.Puts`, and so are the words: a counterpart does not know who puts. What differs is on this rank.
 
-* One kernel waits for the credits, writes the head and puts. Nothing is put beside what the stream holds, and no stream is ordered
-  behind another. On one host, where a put is stores over NVLink, several programs put a part each, and the stream goes on when they
-  are done: for messages that are small, or that nothing hides anyway. Over a network one program gives all to the network card,
-  and the stream goes on at once.
-* The credits of all messages of a call are given at its end, by the kernel that ends it.
+* One kernel waits for the credits, writes the head and puts; no stream is ordered behind another, and nothing is put beside what
+  the stream holds. Between GPUs of one host a put is stores over NVLink: many programs put a part each, straight from where the
+  payload lies, and the stream goes on when they are done. Over a network one program gives head and payload to the network card,
+  from where NVSHMEM knows the memory, and the stream goes on at once.
+* The credits of all messages of a call are given by the kernel that ends it.
 
-``auto`` is by kernels where one host's GPUs are nodes (`FLUXLIKE_VIRTUAL_NODES`), for messages up to `LARGEST` bytes, and by
-the host otherwise, since no network was measured.
+``auto``: by kernels where one host's GPUs are nodes (`FLUXLIKE_VIRTUAL_NODES`) and nothing runs beside the message, which is then
+there some 10 µs sooner; else by the host, whose copies are beside products, and since no network was measured.
 """
 
 from pathlib import Path
@@ -20,66 +20,80 @@ from ..kernels import messages as kernels
 from ..kernels import puts
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
-from . import tiling
-from .group import GroupContext
-from .messages import HEADER_BYTES, ONE, Letters, Places, Puts
+from . import cost, tiling
+from .context import Context
+from .messages import ONE, Letters, Places, Puts
 
-#: Bytes of the largest payload that ``auto`` leaves to kernels.
-LARGEST = 1 << 20
-#: Bytes of a message from which one more program puts a part of it, on one host.
-_PART = 16 << 10
+#: Bytes of a payload for each program that puts a part of it, and the most of these.
+_PART, _PARTS = 16 << 10, kernels.SIGNALS.value // 2
 #: As many threads as there can be: each has 16 bytes on their way.
 _PUT = tiling.Tiling(0, 0, 0, 32, 1, 1, False)
 
 
 class KernelPuts(Puts):
-    """Up to ``largest`` bytes of payload; larger messages are put by the host, as `Puts` does."""
+    """Kernels put the messages beside which nothing runs, and the host the others; the credits of all are by kernels."""
 
-    largest = LARGEST
+    #: Whether kernels put all of them.
+    all = False
 
     def _prepare(self) -> None:
         executor = self._world.executor
+        self._near = executor.one_host
+        if self._near:
+            self.latency_alone = cost.PUT_BY_KERNEL
         #: Messages that kernels have put.
         self.by_kernels = 0
         self._linked = puts.library(_library())
         self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
         self._sizes = 0, 0
-        for kernel, _, args, constants, tile, _ in (self._put_launch(self.next[0], 1, 0), self._credits_launch()):
+        some = self.outbox.view(self._inner.dtype)
+        for kernel, _, args, constants, tile, _ in (self._put_launch(some, 0, 0, self.next[0], 1), self._credits_launch()):
             executor.ready(kernel, args, constants, tile.warps, tile.stages)
 
     def send(self, place: torch.Tensor, node: int) -> None:
-        if not self._by_kernel(place, node, 1):
+        if self.all:
+            self._by_kernel(place, 0, place.numel() * place.element_size(), node, 1)
+        else:
             super().send(place, node)
 
-    def _send_to_all(self, place: torch.Tensor) -> None:
-        if not self._by_kernel(place, self.next[0], len(self.next)):
-            super()._send_to_all(place)
+    def send_rows(self, whole: torch.Tensor, first: int, rows: int, node: int) -> None:
+        pitch = whole.shape[1] * whole.element_size()
+        if not self._near or (whole.data_ptr() + first * pitch) % 16:
+            super().send_rows(whole, first, rows, node)
+        else:
+            self._by_kernel(whole, first * pitch, rows * pitch, node, 1)
 
-    def _by_kernel(self, place: torch.Tensor, first: int, count: int) -> bool:
-        """A kernel puts the message to so many nodes, if it is not too large."""
-        nbytes = place.numel() * place.element_size()
-        if nbytes > self.largest:
-            return False
-        key = "by kernel", self._slot, first, self._sizes, nbytes
-        self._once(key, lambda: self._inner.prepare(*self._put_launch(first, count, nbytes)))(())
+    def send_to_all(self, x: torch.Tensor, alone: bool) -> None:
+        if not (alone or self.all):
+            super().send_to_all(x, alone)
+            return
+        if not self._near or not x.is_contiguous() or x.data_ptr() % 16:
+            given, x = x, self.place(self.next[0], x.shape[0], x.shape[1], x.dtype)
+            x.copy_(given)
+        self._by_kernel(x, 0, x.numel() * x.element_size(), self.next[0], len(self.next))
+
+    def _by_kernel(self, whole: torch.Tensor, start: int, nbytes: int, first: int, count: int) -> None:
+        """A kernel puts ``nbytes`` of ``whole`` to ``count`` nodes from ``first`` on; if not near, they are in their place."""
+        key = "by kernel", self._slot, start, nbytes, first, self._sizes
+        launch = self._once(key, lambda: self._inner.prepare(*self._put_launch(whole, start, nbytes, first, count)))
+        launch((whole,))
         self.by_kernels += count
         self.bytes += count * nbytes
-        return True
 
-    def _put_launch(self, first: int, count: int, nbytes: int) -> tuple:
+    def _put_launch(self, whole: torch.Tensor, start: int, nbytes: int, first: int, count: int) -> tuple:
         """What `GroupContext.prepare` takes."""
         box, to = self.outbox[self._index(first)].view(torch.int64), self.inbox[self._slot, self.node].view(torch.int64)
-        where = box, to, self.head, self.ctl, *self._of_node(), self._there, self._slot, self.node, first
-        args = *where, self._inner.rank, *self._sizes, HEADER_BYTES + nbytes, len(self.nodes), count
-        programs = 1
-        while self._world.executor.one_host and programs < kernels.SIGNALS.value and 2 * programs * _PART <= nbytes:
-            programs *= 2
-        return kernels.messages_put_kernel, programs, args, self._linked, _PUT, ()
+        where = box, whole, to, self.head, self.ctl, *self._of_node(), self._there, self._slot, self.node, first
+        args = *where, self._inner.rank, *self._sizes, start, nbytes, len(self.nodes), count
+        parts = 1
+        while parts < _PARTS and 2 * parts * _PART <= nbytes:
+            parts *= 2
+        constants = {"NEAR": self._near, **self._linked}
+        return kernels.messages_put_kernel, parts + 1 if self._near else 1, args, constants, _PUT, (1,)
 
     def _credits_launch(self) -> tuple:
         args = self.ctl, *self._of_node(), self.head, self._there, self._slot, self.node, self._inner.rank, len(self.nodes)
-        constants = {"QUIET": not self._world.executor.one_host, **self._linked}
-        return kernels.messages_credits_kernel, 1, args, constants, ONE, ()
+        return kernels.messages_credits_kernel, 1, args, {"NEAR": self._near, **self._linked}, ONE, ()
 
     def receive(self, nodes: list[int], places: Places, last: bool) -> None:
         super().receive(nodes, places, last=False)
@@ -92,10 +106,10 @@ class KernelPuts(Puts):
         self.join()
 
 
-class LargeKernelPuts(KernelPuts):
-    """By kernels whatever the size, as FLUXLIKE_PUTS=device asks for."""
+class AllKernelPuts(KernelPuts):
+    """As FLUXLIKE_PUTS=device asks for."""
 
-    largest = 1 << 62
+    all = True
 
 
 def _library() -> Path:
@@ -109,14 +123,14 @@ def _library() -> Path:
     return path
 
 
-def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> Letters | Puts:
+def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: Context) -> Letters | Puts:
     """Those of a context; collective. See `Puts`."""
     executor, who = world.current().executor, env.puts()
     kind: type[Letters | Puts] = Puts
     if executor.name == "shm":
         kind = Letters
     elif who == "device":
-        kind = LargeKernelPuts
+        kind = AllKernelPuts
     elif who == "auto" and executor.one_host and executor.device_puts() is not None:
         kind = KernelPuts
     return kind(op, control, nbytes, sending, inner)

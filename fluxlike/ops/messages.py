@@ -5,7 +5,8 @@ A rank has a counterpart on every other node, and sends each one message a call.
     begin(m, columns)                   a call begins; its counterparts must be at one of the same sizes
     place(node, rows, columns, dtype)   where the payload for a node is to be written
     send(place, node)                   it is on its way, beside what follows; the place is left alone until the call ends
-    send_to_all(x)                      the same payload to all other nodes, the nearest behind this one first
+    send_rows(whole, first, rows, node) the same of rows that are elsewhere; nothing runs beside
+    send_to_all(x, alone)               the same payload to all others, the one before this first; alone: nothing runs beside
     places(rows, columns, dtype)        [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
     receive(nodes, places, last)        what follows may read the payloads of these nodes; last: it has no call inside the node
     read(node)                          what follows does not read it any more
@@ -56,7 +57,8 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 from . import cost, tiling
-from .group import PLANS, REPORT_WORDS, GroupContext
+from .context import Context
+from .group import PLANS, REPORT_WORDS
 
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
@@ -72,12 +74,14 @@ ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
 class Messages:
     """What both kinds know: who this rank's counterparts are. ``bytes``: of payloads sent so far; ``inner``: the node's context.
 
-    ``rate``: bytes a second from this rank to other nodes, as expected.
+    As expected: ``rate``, bytes a second from this rank to other nodes; ``latency``, seconds that a message takes beside that, and
+    ``latency_alone``, where nothing runs beside it.
     """
 
     rate = cost.NETWORK_RATE
+    latency = latency_alone = cost.PUT
 
-    def __init__(self, op: str, control: ControlGroup, inner: GroupContext) -> None:
+    def __init__(self, op: str, control: ControlGroup, inner: Context) -> None:
         self.op, self.control, self.bytes, self._inner = op, control, 0, inner
         self.node, self.nodes = control.node, control.nodes
         count = len(self.nodes)
@@ -112,7 +116,7 @@ class Messages:
 class Letters(Messages):
     """Over TCP, by gloo, for tensors of CPUs."""
 
-    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
+    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: Context) -> None:
         """``nbytes``, ``sending``, ``inner``: see `Puts`; letters need no memory that is made before."""
         super().__init__(op, control, inner)
         #: Of its messages: what a failed context has left unread is not for the next one.
@@ -142,7 +146,10 @@ class Letters(Messages):
                 self._sent.append(self.control.send(message, self.peer(node), self._tag + tag, self.op))
         self.bytes += place.numel() * place.element_size()
 
-    def send_to_all(self, x: torch.Tensor) -> None:
+    def send_rows(self, whole: torch.Tensor, first: int, rows: int, node: int) -> None:
+        self.send(whole[first : first + rows], node)
+
+    def send_to_all(self, x: torch.Tensor, alone: bool) -> None:
         x = x.contiguous()
         for node in self.before:
             self.send(x, node)
@@ -198,7 +205,7 @@ class Puts(Messages):
     payload: tuple[str, ...] = ("inbox", "outbox")
     signals: tuple[str, ...] = ("head",)
 
-    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: GroupContext) -> None:
+    def __init__(self, op: str, control: ControlGroup, nbytes: int, sending: int, inner: Context) -> None:
         """Collective. ``nbytes``: of the largest payload; ``sending``: payloads of a call that differ; ``inner``: launches."""
         super().__init__(op, control, inner)
         self._world, count = world.current(), len(self.nodes)
@@ -317,15 +324,14 @@ class Puts(Messages):
         self._beside = True
         self.bytes += nbytes
 
-    def send_to_all(self, x: torch.Tensor) -> None:
-        self._send_to_all(self._placed(x))
+    def send_rows(self, whole: torch.Tensor, first: int, rows: int, node: int) -> None:
+        place = self.place(node, rows, whole.shape[1], whole.dtype)
+        place.copy_(whole[first : first + rows])
+        self.send(place, node)
 
-    def _placed(self, x: torch.Tensor) -> torch.Tensor:
-        """A payload for all nodes, where it is sent from."""
+    def send_to_all(self, x: torch.Tensor, alone: bool) -> None:
         place = self.place(self.next[0], x.shape[0], x.shape[1], x.dtype)
-        return place.copy_(x)
-
-    def _send_to_all(self, place: torch.Tensor) -> None:
+        place.copy_(x)
         self._head(self.next[0], len(self.next))
         for node in self.before:
             self._put(place, node)

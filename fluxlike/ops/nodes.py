@@ -157,9 +157,16 @@ class NodesContext(Held):
             return False
         if full not in self._faster:
             count = len(self.nodes)
-            apart = count * self._expected(full)
+            one = self._expected(full)
+            message = self.messages.latency + self._nbytes(full) / self.messages.rate
+            apart = count * one + max(0.0, message - one)  # the last of them has one product to hide under
             self._faster[full] = self._expected(full * count) + self._exposed(full) < apart
         return self._faster[full]
+
+    def _nbytes(self, full: int) -> int:
+        """Of a message."""
+        columns = self.inner.n if self.op == "gemm_rs" else self.inner.k
+        return int(full * columns * self.dtype.itemsize)
 
     def _expected(self, full: int) -> float:
         """Seconds of a call inside the node with so many rows a rank."""
@@ -170,23 +177,22 @@ class NodesContext(Held):
 
     def _exposed(self, full: int) -> float:
         """Seconds of what a call that is made together does beside its call inside the node."""
-        columns = self.inner.n if self.op == "gemm_rs" else self.inner.k
-        nbytes = full * columns * self.dtype.itemsize
-        others = len(self.nodes) - 1
-        return cost.ARRANGED + others * nbytes / self.messages.rate + 2 * self.size * nbytes / self.inner.tuned.memory
+        nbytes, others = self._nbytes(full), len(self.nodes) - 1
+        sent = self.messages.latency_alone + others * nbytes / self.messages.rate
+        return cost.ARRANGED + sent + 2 * self.size * nbytes / self.inner.tuned.memory
 
-    def total(self, parts: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias)."""
+    def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias), with ``own`` [rows, N] for that of this one."""
         number = y.numel()
         if number:
-            tensors = parts, y if bias is None else bias, y
-            args = *tensors, number, y.shape[1], parts.stride(0)
+            tensors = parts, own, y if bias is None else bias, y
+            args = *tensors, number, y.shape[1], parts.stride(0), self.node
             constants = {"J": len(self.nodes), "B": _BLOCK, "BIAS": bias is not None}
             blocks = cdiv(number, _BLOCK)
             programs = min(blocks, _SUMS * self.inner.programs(blocks))
             key = "sum", y.shape, parts.stride(0), bias is None, *[t.data_ptr() % 16 for t in tensors]
             kernel = sum_over_nodes_kernel
-            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1, 2)))
+            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1, 2, 3)))
             launch(tensors)
 
     def broken(self, error: BaseException) -> None:
@@ -306,6 +312,8 @@ class _Call:
     def by_rank(self, x: torch.Tensor) -> torch.Tensor:
         """All chunks, filled up to be whole, in the order of (l, j)."""
         local, height = self.ctx.inner.size, self.ctx.size * self.full
+        if local == 1:
+            return self.filled(x, height)
         chunks = self.filled(x, height).unflatten(0, (len(self.ctx.nodes), local, self.full))
         return chunks.transpose(0, 1).reshape(height, x.shape[1])
 
@@ -339,22 +347,23 @@ def gemm_rs(
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
         with ctx.begin(m, n) as call:
             post = ctx.messages
-            parts = post.places(*y.shape, x.dtype)
-            partials = None
+            parts, full = post.places(*y.shape, x.dtype), call.full
             if call.together:
-                height = len(ctx.nodes) * call.full
+                height = len(ctx.nodes) * full
                 partials = x.new_empty(height, n)
                 local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height)
-            for node in (*post.next, ctx.node):
-                place = parts[node] if node == ctx.node else post.place(node, call.rows_of_peer(node), n, x.dtype)
-                if partials is None:
-                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, call.full)
-                else:
-                    place.copy_(partials[node * call.full :][: len(place)])
-                if node != ctx.node:
+                for node in post.next:
+                    post.send_rows(partials, node * full, call.rows_of_peer(node), node)
+                own = partials[ctx.node * full :][: y.shape[0]]
+            else:
+                for node in post.next:
+                    place = post.place(node, call.rows_of_peer(node), n, x.dtype)
+                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full)
                     post.send(place, node)
+                own = parts[ctx.node]
+                local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full)
             post.receive(post.next, parts, last=True)
-            ctx.total(parts, y, bias)
+            ctx.total(parts, own, y, bias)
             for node in post.next:
                 post.read(node)
         call.told(post.bytes)
@@ -378,7 +387,7 @@ def ag_gemm(
         ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         with ctx.begin(m, k) as call:
-            ctx.messages.send_to_all(x)
+            ctx.messages.send_to_all(x, alone=call.together)
             (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)
             call.told(ctx.messages.bytes)
 
