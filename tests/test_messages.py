@@ -153,7 +153,7 @@ def waits_for_credits(group):
 
 def puts_it(group):
     """Behind the credits of all that get it the message, head and all, in parts that signal as much as one would."""
-    for this, near, parts, nbytes in itertools.product(cases(), (False, True), (1, 4, 64), (0, 300, 50000)):
+    for this, near, parts, nbytes in itertools.product(cases(), (False, True), (1, 4, 128), (0, 300, 50000)):
         if not near and parts > 1:
             continue
         numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)

@@ -28,7 +28,7 @@ CAME = tl.constexpr(1)
 HEADER = tl.constexpr(32)
 ROWS, COLUMNS, BAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: What a message adds to its word: as much by one put as by several, each of a part.
-SIGNALS = tl.constexpr(128)
+SIGNALS = tl.constexpr(256)
 
 
 @triton.jit

@@ -61,6 +61,8 @@ class GroupContext(Held):
     #: What of these is data that signals order, and what is signals; for the lint.
     payload: tuple[str, ...] = ()
     signals: tuple[str, ...] = ("head",)
+    #: Whether the peers know of the call that the next one is a part of.
+    known = False
 
     def __init__(self, op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
         """Collective. ``sizes``: bytes of each region of the heap; all begin as zero but "data", which comes last if there is one.
@@ -141,6 +143,8 @@ class GroupContext(Held):
         the capture that is known to the peers, not the replays.
         """
         self.raise_if_failed()
+        if self.known:
+            return
         shown = ", ".join([f"{name}={value}" for name, value in sizes.items()])
         with self.control.lock:
             self._calls += 1

@@ -25,9 +25,9 @@ from .context import Context
 from .messages import ONE, Letters, Places, Puts
 
 #: Bytes of a payload for each program that puts a part of it, and the most of these.
-_PART, _PARTS = 16 << 10, kernels.SIGNALS.value // 2
-#: As many threads as there can be: each has 16 bytes on their way.
-_PUT = tiling.Tiling(0, 0, 0, 32, 1, 1, False)
+_PART, _PARTS = 8 << 10, kernels.SIGNALS.value // 2
+#: So many threads that each has 16 bytes of a part on their way.
+_PUT = tiling.Tiling(0, 0, 0, 16, 1, 1, False)
 
 
 class KernelPuts(Puts):

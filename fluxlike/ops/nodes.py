@@ -186,14 +186,16 @@ class NodesContext(Held):
         number = y.numel()
         if number:
             tensors = parts, own, y if bias is None else bias, y
-            args = *tensors, number, y.shape[1], parts.stride(0), self.node
-            constants = {"J": len(self.nodes), "B": _BLOCK, "BIAS": bias is not None}
-            blocks = cdiv(number, _BLOCK)
-            programs = min(blocks, _SUMS * self.inner.programs(blocks))
             key = "sum", y.shape, parts.stride(0), bias is None, *[t.data_ptr() % 16 for t in tensors]
-            kernel = sum_over_nodes_kernel
-            _, launch = self.inner.plan(key, lambda: self.inner.prepare(kernel, programs, args, constants, _SUM, (0, 1, 2, 3)))
-            launch(tensors)
+
+            def make() -> Any:
+                args = *tensors, number, y.shape[1], parts.stride(0), self.node
+                constants = {"J": len(self.nodes), "B": _BLOCK, "BIAS": bias is not None}
+                blocks = cdiv(number, _BLOCK)
+                programs = min(blocks, _SUMS * self.inner.programs(blocks))
+                return self.inner.prepare(sum_over_nodes_kernel, programs, args, constants, _SUM, (0, 1, 2, 3))
+
+            self.inner.plan(key, make)[1](tensors)
 
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
@@ -207,6 +209,10 @@ class NodesContext(Held):
             self.messages.give_up()
 
     def raise_if_failed(self) -> None:
+        if self.world.is_forked or self.closed or self._error is not None or self._cause() is not None:  # in every call
+            self._raise()
+
+    def _raise(self) -> None:
         self.world.raise_if_forked()
         if self.closed:
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
@@ -214,10 +220,7 @@ class NodesContext(Held):
             self._seen = True
             raise self._error
         try:
-            cause = self._cause()
-            if cause is not None:
-                raise cause
-            self.inner.raise_if_failed()
+            raise self._cause()  # type: ignore[misc]
         except BaseException as error:
             self.broken(error)
             raise
@@ -279,6 +282,7 @@ class _Call:
         self._sizes = m, columns
 
     def __enter__(self) -> Self:
+        self.ctx.inner.known = False
         self._step(lambda: self.ctx.messages.begin(*self._sizes))
         return self
 
@@ -359,6 +363,7 @@ def gemm_rs(
                 for node in post.next:
                     place = post.place(node, call.rows_of_peer(node), n, x.dtype)
                     local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full)
+                    ctx.inner.known = True  # what follows in the node needs no telling
                     post.send(place, node)
                 own = parts[ctx.node]
                 local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full)
@@ -413,6 +418,7 @@ def _one_by_one(
         rows = call.rows(node)
         part = None if gathered is None else gathered[rows]
         local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
+        ctx.inner.known = True  # what follows in the node needs no telling
         if node != ctx.node:
             post.read(node)
 
