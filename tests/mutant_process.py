@@ -37,7 +37,6 @@ KERNELS = (
     "messages_came_kernel",
     "messages_end_kernel",
     "messages_put_kernel",
-    "messages_credits_kernel",
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
@@ -120,9 +119,7 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     load(module, file)
     compiling = importlib.import_module("fluxlike.tools.lint.compiling")
     variants = importlib.import_module("fluxlike.tools.lint.variants")
-    between_nodes = [
-        variants.Case(op, "decomposed", nodes=2, puts=puts) for puts in ("host", "device") for op in ("gemm_rs", "ag_gemm")
-    ]
+    between_nodes = [case for op in ("gemm_rs", "ag_gemm") for case in variants.between_nodes(op)]
     CUDABackend.make_cubin = lambda self, *rest: b""
     compiling._run = lambda tool, *arguments: "REG:0 STACK:0"
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):

@@ -28,7 +28,7 @@ from fluxlike.ops import cost
 from fluxlike.runtime import env, world
 
 #: By the host, and by kernels.
-MESSAGES = {f"messages_{what}_kernel" for what in ("head", "came", "end", "put", "credits")}
+MESSAGES = {f"messages_{what}_kernel" for what in ("head", "came", "end", "put")}
 BETWEEN_NODES = MESSAGES | {"sum_over_nodes_kernel"}
 KERNELS = (JITFunction, InterpretedFunction)
 launched: set[str] = set()

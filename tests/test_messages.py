@@ -98,10 +98,15 @@ def assembly():
             interpreter.builder.create_inline_asm = before
 
 
-def heads(this, peer, count, box):
+def heads(this, peer, count, box, gives=0, how=0):
     """The arguments of a message for so many nodes."""
-    where = box, this.head, this.ctl, *this.inner, this.slot, this.node, peer, RANK, 70, 90
-    return (kernels.messages_head_kernel, *where), dict(J=this.nodes, PEERS=count)
+    where = box, this.head, this.ctl, *this.inner, numbers(this), this.slot, this.node, peer, RANK, 70, 90, gives
+    return (kernels.messages_head_kernel, *where), dict(J=this.nodes, PEERS=count, GIVES=how)
+
+
+def numbers(this):
+    """Of the counterparts in the world."""
+    return torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
 
 
 def comers(this, peer, count, last=False):
@@ -110,11 +115,8 @@ def comers(this, peer, count, last=False):
     return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3, PEERS=count, LAST=last)
 
 
-def ends_with_credits(this, **constants):
-    """The arguments of the end of a call by which kernels put; of its counterparts' numbers in the world, too."""
-    numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
-    where = this.ctl, *this.inner, this.head, numbers, this.slot, this.node, RANK, this.nodes
-    return (kernels.messages_credits_kernel, *where), dict(NEAR=True, **constants)
+def ending(this, quiet=False):
+    return (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), dict(QUIET=quiet)
 
 
 @contextlib.contextmanager
@@ -156,13 +158,13 @@ def puts_it(group):
     for this, near, parts, nbytes in itertools.product(cases(), (False, True), (1, 4, 128), (0, 300, 50000)):
         if not near and parts > 1:
             continue
-        numbers = torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
+        there, programs, start = numbers(this), parts + 2 * near, 48
         box, payload = torch.full((6400,), NOT_THERE, dtype=torch.int64), torch.zeros(4, dtype=torch.bfloat16)
-        to, start, programs = this.boxes[this.slot, this.node], 48, parts + near
-        where = box, payload, to, this.head, this.ctl, *this.inner, numbers, this.slot, this.node
+        to = this.boxes[this.slot, this.node]
+        where = box, payload, to, this.head, this.ctl, *this.inner, there, this.slot, this.node
         for peer, count in [(peer, 1) for peer in this.others] + [(this.others[0], len(this.others))]:
             receivers = [peer] if count == 1 else this.others[::-1]  # the nearest behind this one first
-            args = kernels.messages_put_kernel, *where, peer, RANK, 70, 90, start, nbytes, this.nodes, count
+            args = kernels.messages_put_kernel, *where, peer, RANK, 70, 90, start, nbytes, this.nodes, count, 0
             for receiver in receivers:
                 this.head[1:] = USED
                 this.head[this.read(receiver)] = USED - 1
@@ -174,12 +176,12 @@ def puts_it(group):
             heads: list = []
             with putting(lambda box=box, heads=heads: heads.append(box[:4].tolist())) as made:
                 assert this.run(*args, programs=programs, NEAR=near) is None
-            assert (box[3:] == NOT_THERE).all() and len(made) == programs * count
+            assert (box[3:] == NOT_THERE).all() and len(made) == (parts + near) * count
             assert {word for *_, word, _, _ in made} == {this.head.data_ptr() + 8 * this.came(this.node)}
             first = [put[-1] for put in made if put[0] == to.data_ptr()]
-            assert first == [numbers[receiver] for receiver in receivers]
+            assert first == [there[receiver] for receiver in receivers]
             for receiver in receivers:
-                mine = sorted(put for put in made if put[-1] == numbers[receiver])
+                mine = sorted(put for put in made if put[-1] == there[receiver])
                 assert sum(add for *_, add, _ in mine) == kernels.SIGNALS.value
                 assert all(heads[made.index(put)] == [70, 90, 0, NOT_THERE] for put in mine if put[1] == box.data_ptr())
                 whole = [(0, box.data_ptr(), 256)]  # where to, from where, bytes
@@ -187,34 +189,43 @@ def puts_it(group):
                     whole = [(0, box.data_ptr(), 256 + nbytes)]
                 elif nbytes:
                     whole.append((256, payload.data_ptr() + start, nbytes))
-                pieces = [[put[0] - to.data_ptr(), *put[1:3]] for put in mine if put[2]]
-                joined = [pieces[0]]
-                for at, source, size in pieces[1:]:
-                    before = joined[-1]
-                    if before[0] + before[2] == at and before[1] + before[2] == source and at != 256:
-                        before[2] += size
-                    else:
-                        joined.append([at, source, size])
-                assert [tuple(piece) for piece in joined] == whole
-                assert near or len(mine) == 1
+                assert joined([(put[0] - to.data_ptr(), *put[1:3]) for put in mine if put[2]]) == whole
                 assert all(put[1] % 16 == 0 and put[0] % 16 == to.data_ptr() % 16 for put in mine if put[2])
 
 
+def joined(pieces):
+    """(to, from, bytes) of what lies behind each other, in both places; the head is apart."""
+    found = [pieces[0]]
+    for at, source, size in pieces[1:]:
+        to, came, before = found[-1]
+        if to + before == at != 256 and came + before == source:
+            found[-1] = to, came, before + size
+        else:
+            found.append((at, source, size))
+    return found
+
+
 def gives_credits(group):
-    """For the message of each other node, to it; a wait for what was put comes behind them and before the call ends, if at all."""
-    for this, near in itertools.product(cases(), (False, True)):
-        args, constants = ends_with_credits(this)
-        ctl, epochs = this.ctl.clone(), []
-        with putting(lambda this=this, epochs=epochs: epochs.append(int(this.ctl[sync.EPOCH.value]))) as made:
-            assert this.run(*args, **{**constants, "NEAR": near}) is None
-        credits, spare = made[: this.nodes - 1], this.head.data_ptr() + 8 * (1 + 4 * this.nodes)
-        assert made[this.nodes - 1 :] == [()] * (not near)
-        word = this.head.data_ptr() + 8 * this.read(this.node)
-        assert credits == [(spare, spare, 0 if near else 8, word, 1, 10 * other + 3) for other in this.others]
-        assert set(epochs) == {int(ctl[sync.EPOCH.value])}
-        ctl[sync.LAST_USE.value + this.slot] += 1
-        ctl[sync.EPOCH.value] += 1
-        assert torch.equal(this.ctl, ctl)
+    """For the messages of the last call, whichever slot it used, to all that are to get them, and before any wait; or to nobody."""
+    for this, near, slot in itertools.product(cases(), (False, True), (0, 1)):
+        box, to = torch.full((640,), NOT_THERE, dtype=torch.int64), this.boxes[this.slot, this.node]
+        where = box, box, to, this.head, this.ctl, *this.inner, numbers(this), this.slot, this.node, this.others[0], RANK, 70, 90
+        spare, given = this.head.data_ptr() + 8 * (1 + 4 * this.nodes), 0 if near else 8
+        word = this.head.data_ptr() + 8 * (1 + (2 + slot) * this.nodes + this.node)
+        for owed, gives in itertools.product((0, 1 + slot), (0, this.nodes - 1)):
+            expected = [(spare, spare, given, word, 1, 10 * other + 3) for other in this.others] if owed and gives else []
+            put = (kernels.messages_put_kernel, *where, 0, 64, this.nodes, 1, gives), dict(NEAR=near, programs=3 if near else 1)
+            for args, constants in (put, heads(this, this.others[0], 1, box, gives, 1 if near else 2)):
+                this.ctl[sync.ARRIVED.value] = owed
+                ctl = this.ctl.clone()
+                for credit in (USED - 1, USED):
+                    this.head[1:] = credit
+                    with putting() as made:
+                        waited = this.run(*args, **constants)
+                    assert (waited is None) == (credit == USED)
+                    if waited is None or not near or args[0] is kernels.messages_head_kernel:  # else by a program of its own
+                        assert [what for what in made if what[3] != this.head.data_ptr() + 8 * this.came(this.node)] == expected
+                assert torch.equal(this.ctl, ctl)
 
 
 def says(group):
@@ -224,10 +235,10 @@ def says(group):
     for bad in (None, (this.ctl, sync.FAILED), *[(ctl, sync.FAILED) for ctl in this.inner], *[(h, sync.ABORT) for h in this.heads]):
         if bad is not None:
             bad[0][bad[1].value] = 1
-        numbers = torch.zeros(2, dtype=torch.int32)
         boxes = this.boxes[1, 1], this.boxes[1, 0], this.boxes[0, 1]
-        itself = *boxes, this.head, this.ctl, *this.inner, numbers, 0, 1, 0, RANK, 70, 90, 0, 256, 2, 1
-        for args, constants in (heads(this, 0, 1, this.boxes[1, 1]), ((kernels.messages_put_kernel, *itself), {"NEAR": False})):
+        itself = *boxes, this.head, this.ctl, *this.inner, numbers(this), 0, 1, 0, RANK, 70, 90, 0, 256, 2, 1, 0
+        by_itself = [((kernels.messages_put_kernel, *itself), dict(NEAR=near, programs=1 + 2 * near)) for near in (False, True)]
+        for args, constants in (heads(this, 0, 1, this.boxes[1, 1]), *by_itself):
             box = this.boxes[1, 1].fill_(NOT_THERE)
             with putting():
                 assert this.run(*args, **constants) is None
@@ -286,10 +297,14 @@ def ends(group):
         ctl, inner = this.ctl.clone(), [each.clone() for each in this.inner]
         args, constants = comers(this, this.others[0], this.nodes - 1, last=True)
         if alone:
-            args, constants = (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), {}
-        assert this.run(*args, **constants) is None
+            args, constants = ending(this, quiet=this.nodes == 2)
+        epochs: list = []
+        with putting(lambda this=this, epochs=epochs: epochs.append(int(this.ctl[sync.EPOCH.value]))) as made:
+            assert this.run(*args, **constants) is None
+        assert made == [()] * (alone and this.nodes == 2) and epochs == [int(ctl[sync.EPOCH.value])] * len(made)
         ctl[sync.LAST_USE.value + this.slot] += 1
         ctl[sync.EPOCH.value] += 1
+        ctl[sync.ARRIVED.value] = 1 + this.slot  # credits are owed for these messages
         assert torch.equal(this.ctl, ctl) and all(map(torch.equal, this.inner, inner))
 
 
@@ -303,7 +318,7 @@ def gives_up(group):
         def failed(kernel, *args, this=this, record=record, **constants):
             record.zero_()
             this.ctl[sync.FAILED.value] = 0
-            with assembly(), putting():
+            with assembly():
                 assert this.run(kernel, *args, **constants) is None
                 said = record[:7].tolist()
                 assert this.run(kernel, *args, **constants) is None
@@ -321,10 +336,9 @@ def gives_up(group):
                 said = failed(*args, **constants)
                 assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
-        ending = (kernels.messages_end_kernel, this.ctl, *this.inner, this.slot, this.node, RANK), {}
-        with_messages, with_credits = comers(this, peer, 1, last=True), ends_with_credits(this)
+        with_messages = comers(this, peer, 1, last=True)
         for words, word in [(ctl, sync.FAILED) for ctl in this.inner] + [(head, sync.ABORT) for head in this.heads]:
-            for args, constants in (ending, with_messages, with_credits):
+            for args, constants in (ending(this), with_messages):
                 this.heads[0].zero_()
                 words[word.value] = 1
                 this.ctl[sync.EPOCH.value], this.head[1:] = 11, 99 * CAME  # of the calls that are tried here
@@ -343,7 +357,7 @@ def test_a_kernel_does_what_it_says(body):
 
 
 def puts(op, nodes, rank, library=None):
-    """What a rank of four sends and credits in two calls; (to, source, nbytes, signal, more, pe) and (signal, pe) of each."""
+    """What a rank of four sends in two calls, and its credits: (to, source, nbytes, signal, more, pe), (signal, pe)."""
     with dry.recording((9, 0), 4, rank, nodes, library) as records:
         if op == "gemm_rs":
             ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
@@ -360,23 +374,19 @@ def puts(op, nodes, rank, library=None):
             assert type(post) is Puts
             return post._puts.made, post._puts.added, heads, post
         assert not post._puts.made and not post._puts.added and not heads
-        made, added = [], []
+        made, gave = [], []
         for record in records:
             if record.kernel is kernels.messages_put_kernel:
-                box, _, to, head, _, _, _, numbers, slot, node, peer, _, m, columns, _, nbytes, count, peers = record.args
+                box, _, to, head, _, _, _, there, slot, node, peer, _, m, columns, _, nbytes, count, peers, gives = record.args
                 assert (m, columns, count) == (64, 32 if op == "gemm_rs" else 16, nodes)
-                assert record.constants == {"NEAR": True, **device.library(library)} and numbers is post._there
+                assert record.constants == {"NEAR": True, **device.library(library)} and there is post._there
                 word = head.data_ptr() + 8 * (1 + slot * nodes + node)
                 pes = [post._pes[(peer + step) % nodes] for step in range(peers)]
                 made += [(to.data_ptr(), box.data_ptr(), 256 + nbytes, word, kernels.SIGNALS.value, pe) for pe in pes]
                 heads.append(box.data_ptr())
-            elif record.kernel is kernels.messages_credits_kernel:
-                assert record.constants == {"NEAR": True, **device.library(library)}
-                _, _, _, head, numbers, slot, node, *_ = record.args
-                assert numbers is post._there
-                added += [(head.data_ptr() + 8 * (1 + (2 + slot) * nodes + node), post._pes[other]) for other in post.next]
+                gave.append(gives)
         assert post.by_kernels == len(made)
-        return made, added, heads, post
+        return made, gave, heads, post
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
@@ -386,16 +396,20 @@ def test_who_gets_what(op, nodes, library):
     """Every counterpart gets one message a call, in its slot for this rank, with its signal, and the credit for the one it sent."""
     each = 4 // nodes
     for rank in range(4):
-        made, added, heads, post = puts(op, nodes, rank, library)
+        made, credited, heads, post = puts(op, nodes, rank, library)
         node, others, inbox, head = rank // each, nodes - 1, post.inbox, post.head.data_ptr()
         counterparts = {rank % each + each * other for other in range(nodes)} - {rank}
-        assert len(made) == len(added) == 2 * others
+        assert len(made) == 2 * others and post._pes == [rank % each + each * other for other in range(nodes)]
+        by_kernels = [others, *[0] * (others - 1)] if op == "gemm_rs" else [others]  # by the first of a call, for the one before
+        assert len(credited) == 2 * others if library is None else credited == 2 * by_kernels
         for call, slot in enumerate((1, 0)):
-            mine, credits = (said[call * others : (call + 1) * others] for said in (made, added))
-            assert {pe for *_, pe in mine} == counterparts == {pe for _, pe in credits}
+            mine = made[call * others : (call + 1) * others]
+            assert {pe for *_, pe in mine} == counterparts
             assert {to for to, *_ in mine} == {inbox[slot, node].data_ptr()}
             assert {put[3:5] for put in mine} == {(head + 8 * (1 + slot * nodes + node), kernels.SIGNALS.value)}
-            assert {address for address, _ in credits} == {head + 8 * (1 + (2 + slot) * nodes + node)}
+            if library is None:
+                word = head + 8 * (1 + (2 + slot) * nodes + node)
+                assert set(credited[call * others : (call + 1) * others]) == {(word, pe) for pe in counterparts}
             sources = [source for _, source, *_ in mine]
             own = heads[call * len(heads) // 2 :][: len(heads) // 2]
             assert sources == own if op == "gemm_rs" else set(sources) == set(own), "each message with a head of its own"
@@ -422,9 +436,16 @@ def test_who_puts(op, who, near, together, by_kernels, monkeypatch):
         assert getattr(post, "by_kernels", 0) == 3 * by_kernels and len(post._puts.made) == 3 * (not by_kernels)
         launched = [record for record in records if record.kernel is kernels.messages_put_kernel]
         assert len(launched) == 3 * by_kernels
-        ends = [record for record in records if record.kernel is kernels.messages_credits_kernel]
-        assert len(ends) == (0 if who == "host" or (who == "auto" and not near) else 3)
-        assert {record.constants["NEAR"] for record in (*launched, *ends)} <= {near}
+        by_host = who == "host" or (who == "auto" and not near)
+        others = {record.kernel: record for record in records}
+        if not by_kernels:
+            head = others[kernels.messages_head_kernel]
+            assert head.constants["GIVES"] == (0 if by_host else 1) and head.args[-1] == 1
+        assert len(post._puts.added) == 3 * by_host
+        assert {record.constants["NEAR"] for record in launched} <= {near}
+        ended = others.get(kernels.messages_end_kernel)
+        assert (ended is None) == (op == "gemm_rs" and (near or by_host))
+        assert ended is None or ended.constants["QUIET"] == (not near and not by_host)
         placed = post.place(1, 30, 64 if op == "gemm_rs" else 32, torch.bfloat16)
         for record in launched:
             payload, start, nbytes = record.args[1], record.args[14], record.args[15]

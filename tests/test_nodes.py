@@ -113,7 +113,8 @@ def rule(op, n, k, nodes_and_ranks, rate, schedule="auto"):
 
     made = object.__new__(between.NodesContext)
     made.op, made.dtype, made.schedule, made.together, made._faster = op, torch.bfloat16, schedule, None, {}
-    made.nodes, made.size, made.messages = range(count), count * local, SimpleNamespace(rate=rate, latency=cost.PUT, latency_alone=cost.PUT)
+    made.nodes, made.size = range(count), count * local
+    made.messages = SimpleNamespace(rate=rate, latency=cost.PUT, latency_alone=cost.PUT)
     made.inner = SimpleNamespace(
         size=local, n=n, k=k, max_m=1024, problem=problem, choose=lambda p: choice.choose(p, "auto", {}),
         tuned=SimpleNamespace(memory=memory),

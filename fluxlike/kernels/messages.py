@@ -9,6 +9,7 @@ from .lang import cta_barrier
 from .puts import put_signal, quiet
 from .sync import (
     ABORT,
+    ARRIVED,
     BASES,
     EPOCH,
     FAILED,
@@ -29,6 +30,8 @@ HEADER = tl.constexpr(32)
 ROWS, COLUMNS, BAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: What a message adds to its word: as much by one put as by several, each of a part.
 SIGNALS = tl.constexpr(256)
+#: Of the control block: 1 + the slot of the last call, whose messages have all been read. Nothing here counts arrivals.
+OWED = ARRIVED
 
 
 @triton.jit
@@ -47,17 +50,35 @@ def _given_up(ctl, rank):
     return _failed(ctl) | (tl.load(head + ABORT, volatile=True) != 0)
 
 
-@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns"])
+@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "gives"])
 def messages_head_kernel(
-    box, head, ctl, inner, other, slot, node, peer, rank, m, columns, J: tl.constexpr, PEERS: tl.constexpr
+    box, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, gives,
+    J: tl.constexpr, PEERS: tl.constexpr, GIVES: tl.constexpr
 ):  # fmt: skip
     """The head of a message whose payload is there: what call it is of, and whether the payload is worth anything. One program.
 
     What the stream holds behind this may put the message into the slot on node ``peer``, and on the PEERS - 1 behind it.
     ``inner``, ``other``: control blocks of contexts of the node, of which this is ``rank``, on which the payload depends.
+    GIVES: `_give_credits` to ``gives`` nodes, 1 on one host and 2 over a network; 0: the host does.
     """
+    if GIVES > 0:
+        _give_credits(head, ctl, pes, node, J, gives, GIVES == 1)
     _wait_for_credits(head, ctl, slot, node, peer, J, PEERS)
     _write_head(box, ctl, inner, other, rank, m, columns)
+
+
+@triton.jit
+def _give_credits(head, ctl, pes, node, nodes, gives, near: tl.constexpr):
+    """To ``gives`` other nodes, for what came from them in the last call. Never behind a wait: they may wait for these first.
+
+    pes [nodes]: of the counterparts. Over a network puts are of something, here of a word that nobody reads.
+    """
+    owed = tl.load(ctl + OWED)
+    if owed != 0:
+        word, spare = (head + CAME + (1 + owed) * nodes + node).to(tl.int64), (head + CAME + 4 * nodes).to(tl.int64)
+        nbytes, one = tl.full((), 0 if near else 8, tl.int64), tl.full((), 1, tl.int64)
+        for step in range(1, 1 + gives):
+            put_signal(spare, spare, nbytes, word, one, tl.load(pes + (node + step) % nodes))
 
 
 @triton.jit
@@ -77,37 +98,49 @@ def _write_head(box, ctl, inner, other, rank, m, columns):
     tl.store(box + BAD, bad.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "start", "nbytes", "nodes", "peers"])
+@triton.jit(do_not_specialize=["slot", "node", "peer", "rank", "m", "columns", "start", "nbytes", "nodes", "peers", "gives"])
 def messages_put_kernel(
-    box, payload, to, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, start, nbytes, nodes, peers,
+    box, payload, to, head, ctl, inner, other, pes, slot, node, peer, rank, m, columns, start, nbytes, nodes, peers, gives,
     NEAR: tl.constexpr
 ):  # fmt: skip
-    """`messages_head_kernel`, and the puts that it is for, to the ``peers`` nodes. pes [nodes]: of the counterparts.
+    """`messages_head_kernel`, and the puts that it is for, to ``peers`` nodes.
 
-    ``nbytes`` of payload go behind their head ``to`` the own place in the slot. NEAR: they lie ``start`` bytes behind ``payload``,
-    and the last program puts the head, the others a part of them each. Else they lie behind the head in ``box``, and there is one
-    program.
+    ``nbytes`` of payload go behind their head ``to`` the own place in the slot. NEAR, on one host: they lie ``start`` bytes behind
+    ``payload``; the last program gives the credits, the one before puts the head and the others a part of them each. Else they lie
+    behind the head in ``box``, and there is one program.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
-    last = program == programs - 1
-    if last:
-        _write_head(box, ctl, inner, other, rank, m, columns)
-    cta_barrier()  # the head is there for all threads
-    header = tl.full((), 8 * HEADER, tl.int64)
-    source, target = box.to(tl.int64), to.to(tl.int64)
     if NEAR:
-        part = tl.cdiv(tl.cdiv(nbytes.to(tl.int64), programs - 1), 256) * 256
-        first = tl.minimum(program * part, nbytes)
-        size = tl.where(last, header, tl.minimum(part, nbytes - first))
-        source = tl.where(last, source, payload.to(tl.int64) + start + first)
-        target = tl.where(last, target, target + header + first)
-        add = tl.where(last, SIGNALS // 2, SIGNALS // 2 // (programs - 1)).to(tl.int64)
+        parts = tl.num_programs(0) - 2
+        program = tl.program_id(0)
+        if program > parts:
+            _give_credits(head, ctl, pes, node, nodes, gives, True)
+        else:
+            _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
+            last = program == parts
+            if last:
+                _write_head(box, ctl, inner, other, rank, m, columns)
+            part = tl.cdiv(tl.cdiv(nbytes.to(tl.int64), parts), 256) * 256
+            first = tl.minimum(program * part, nbytes)
+            source = tl.where(last, box.to(tl.int64), payload.to(tl.int64) + start + first)
+            target = to.to(tl.int64) + tl.where(last, 0, 8 * HEADER + first)
+            size = tl.where(last, 8 * HEADER, tl.minimum(part, nbytes - first))
+            add = tl.where(last, SIGNALS // 2, SIGNALS // 2 // parts)
+            _put(source, target, size, add, head, pes, slot, node, peer, nodes, peers)
     else:
-        size = header + nbytes
-        add = tl.full((), SIGNALS, tl.int64)
+        _give_credits(head, ctl, pes, node, nodes, gives, False)
+        _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
+        _write_head(box, ctl, inner, other, rank, m, columns)
+        size = 8 * HEADER + nbytes.to(tl.int64)
+        _put(box.to(tl.int64), to.to(tl.int64), size, SIGNALS, head, pes, slot, node, peer, nodes, peers)
+
+
+@triton.jit
+def _put(source, target, size, add, head, pes, slot, node, peer, nodes, peers):
+    """To node ``peer`` and the peers - 1 behind it, the last of them first: this one is behind that."""
+    cta_barrier()  # the head is there for all threads
     word = (head + CAME + slot * nodes + node).to(tl.int64)
-    for step in range(peers):  # the nearest behind this one first
+    add = (add + tl.zeros((), tl.int64)).to(tl.int64)
+    for step in range(peers):
         receiver = (peer + peers - 1 - step) % nodes
         put_signal(target, source, size, word, add, tl.load(pes + receiver))  # (B)
 
@@ -144,24 +177,12 @@ def messages_came_kernel(
 
 
 @triton.jit(do_not_specialize=["slot", "node", "rank"])
-def messages_end_kernel(ctl, inner, other, slot, node, rank):
-    """The call ends, where something of it came behind the last `messages_came_kernel`. One program."""
-    _end(ctl, inner, other, slot, node, rank)
+def messages_end_kernel(ctl, inner, other, slot, node, rank, QUIET: tl.constexpr):
+    """The call ends, where something of it came behind the last `messages_came_kernel`. One program.
 
-
-@triton.jit(do_not_specialize=["slot", "node", "rank", "nodes"])
-def messages_credits_kernel(ctl, inner, other, head, pes, slot, node, rank, nodes, NEAR: tl.constexpr):
-    """`messages_end_kernel`, and the credits: all messages of the call have been read. One program.
-
-    NEAR: of GPUs of one host. Else what this rank has put by kernels may still be on its way, and the next call writes the places
-    that it is put from.
+    QUIET: what kernels put over a network may still be on its way, and the next call writes the places that it is put from.
     """
-    word = (head + CAME + (2 + slot) * nodes + node).to(tl.int64)
-    spare = (head + CAME + 4 * nodes).to(tl.int64)  # a word that nobody reads goes first, as puts over a network are of something
-    nbytes, one = tl.full((), 0 if NEAR else 8, tl.int64), tl.full((), 1, tl.int64)
-    for step in range(1, nodes):
-        put_signal(spare, spare, nbytes, word, one, tl.load(pes + (node + step) % nodes))
-    if not NEAR:
+    if QUIET:
         quiet()
     _end(ctl, inner, other, slot, node, rank)
 
@@ -173,3 +194,4 @@ def _end(ctl, inner, other, slot, node, rank):
         _give_up(ctl, node, NODE_FAILED, node, 0, 0, 0)
     tl.store(ctl + LAST_USE + slot, tl.load(ctl + LAST_USE + slot) + 1)
     tl.store(ctl + EPOCH, tl.load(ctl + EPOCH) + 1)
+    tl.store(ctl + OWED, slot.to(tl.int64) + 1)

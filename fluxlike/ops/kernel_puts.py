@@ -6,7 +6,8 @@ The protocol is that of `messages.Puts`, and so are the words: a counterpart doe
   the stream holds. Between GPUs of one host a put is stores over NVLink: many programs put a part each, straight from where the
   payload lies, and the stream goes on when they are done. Over a network one program gives head and payload to the network card,
   from where NVSHMEM knows the memory, and the stream goes on at once.
-* The credits of all messages of a call are given by the kernel that ends it.
+* The credits for all messages of a call are given by the first of these kernels of the next call, also where the host puts, and
+  before it waits for any. It would wait for the counterparts' next messages anyway.
 
 ``auto``: by kernels where one host's GPUs are nodes (`FLUXLIKE_VIRTUAL_NODES`) and nothing runs beside the message, which is then
 there some 10 µs sooner; else by the host, whose copies are beside products, and since no network was measured.
@@ -22,7 +23,7 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from . import cost, tiling
 from .context import Context
-from .messages import ONE, Letters, Places, Puts
+from .messages import Launch, Letters, Places, Puts
 
 #: Bytes of a payload for each program that puts a part of it, and the most of these.
 _PART, _PARTS = 8 << 10, kernels.SIGNALS.value // 2
@@ -44,10 +45,11 @@ class KernelPuts(Puts):
         #: Messages that kernels have put.
         self.by_kernels = 0
         self._linked = puts.library(_library())
-        self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
-        self._sizes = 0, 0
-        some = self.outbox.view(self._inner.dtype)
-        for kernel, _, args, constants, tile, _ in (self._put_launch(some, 0, 0, self.next[0], 1), self._credits_launch()):
+        self._giving = {"GIVES": 1 if self._near else 2, **self._linked}
+        self._ending = {"QUIET": not self._near, **({} if self._near else self._linked)}
+        some, node, receivers = self.outbox.view(self._inner.dtype), self.next[0], 1 if self.op == "gemm_rs" else len(self.next)
+        launches = [self._put_launch(some, 0, 0, node, 1, 0), self._head_launch(node, receivers, 0)]
+        for kernel, _, args, constants, tile in launches if self._near else [*launches, self._end_launch()]:
             executor.ready(kernel, args, constants, tile.warps, tile.stages)
 
     def send(self, place: torch.Tensor, node: int) -> None:
@@ -74,36 +76,27 @@ class KernelPuts(Puts):
 
     def _by_kernel(self, whole: torch.Tensor, start: int, nbytes: int, first: int, count: int) -> None:
         """A kernel puts ``nbytes`` of ``whole`` to ``count`` nodes from ``first`` on; if not near, they are in their place."""
-        key = "by kernel", self._slot, start, nbytes, first, self._sizes
-        launch = self._once(key, lambda: self._inner.prepare(*self._put_launch(whole, start, nbytes, first, count)))
-        launch((whole,))
+        gives = self._gives()
+        key = "by kernel", self._slot, start, nbytes, first, self._sizes, gives
+        self._run(key, lambda: self._put_launch(whole, start, nbytes, first, count, gives), (1,), (whole,))
         self.by_kernels += count
         self.bytes += count * nbytes
 
-    def _put_launch(self, whole: torch.Tensor, start: int, nbytes: int, first: int, count: int) -> tuple:
-        """What `GroupContext.prepare` takes."""
+    def _put_launch(self, whole: torch.Tensor, start: int, nbytes: int, first: int, count: int, gives: int) -> Launch:
         box, to = self.outbox[self._index(first)].view(torch.int64), self.inbox[self._slot, self.node].view(torch.int64)
         where = box, whole, to, self.head, self.ctl, *self._of_node(), self._there, self._slot, self.node, first
-        args = *where, self._inner.rank, *self._sizes, start, nbytes, len(self.nodes), count
+        args = *where, self._inner.rank, *self._sizes, start, nbytes, len(self.nodes), count, gives
         parts = 1
         while parts < _PARTS and 2 * parts * _PART <= nbytes:
             parts *= 2
         constants = {"NEAR": self._near, **self._linked}
-        return kernels.messages_put_kernel, parts + 1 if self._near else 1, args, constants, _PUT, (1,)
-
-    def _credits_launch(self) -> tuple:
-        args = self.ctl, *self._of_node(), self.head, self._there, self._slot, self.node, self._inner.rank, len(self.nodes)
-        return kernels.messages_credits_kernel, 1, args, {"NEAR": self._near, **self._linked}, ONE, ()
+        return kernels.messages_put_kernel, parts + 2 if self._near else 1, args, constants, _PUT
 
     def receive(self, nodes: list[int], places: Places, last: bool) -> None:
-        super().receive(nodes, places, last=False)
+        super().receive(nodes, places, last and self._near)
 
     def read(self, node: int) -> None:
-        """`end` gives the credit."""
-
-    def end(self) -> None:
-        self._once(("credits", self._slot), lambda: self._inner.prepare(*self._credits_launch()))(())
-        self.join()
+        """The next call gives the credit."""
 
 
 class AllKernelPuts(KernelPuts):

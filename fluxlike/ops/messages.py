@@ -46,7 +46,7 @@ Triton-distributed's inter-node GEMM+ReduceScatter cross the network.
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ OPS = ("gemm_rs", "ag_gemm")
 GAVE_UP = -1
 #: Where the payloads of nodes come: [J, rows, columns], or for each node [rows, columns].
 Places = torch.Tensor | dict[int, torch.Tensor]
+#: Kernel, programs, arguments, constants, and how it is compiled.
+Launch = tuple[Any, int, tuple, dict[str, Any], tiling.Tiling]
 #: In front of a payload.
 HEADER_BYTES = 8 * kernels.HEADER.value
 #: How a kernel of one program is compiled that waits and signals.
@@ -231,6 +233,12 @@ class Puts(Messages):
         ctl[sync.BASES.value + self.node] = self.head.data_ptr()
         self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
         self._puts, self._slot, self._stream = executor.puts(), 0, None
+        self._sizes = 0, 0
+        self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
+        #: How heads of messages give credits, and ends of calls wait for puts; and the nodes that are still to get theirs.
+        self._giving: dict[str, Any] = {"GIVES": 0}
+        self._ending: dict[str, Any] = {"QUIET": False}
+        self._owed = 0
         #: Whether a put of this call is still to be joined.
         self._beside = False
         #: Launches, and places of payloads, of calls made before.
@@ -260,9 +268,11 @@ class Puts(Messages):
             found = self._made[key] = make()
         return found
 
-    def _launch(self, key: Hashable, kernel: Any, args: Callable[[], tuple], **constants: int) -> None:
-        """A launch of one program; ``kernel`` and ``args`` are the same whenever ``key`` is."""
-        self._once(key, lambda: self._inner.prepare(kernel, 1, args(), constants, ONE, ()))(())
+    def _run(
+        self, key: Hashable, make: Callable[[], Launch], varying: tuple[int, ...] = (), tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """A launch that is the same whenever ``key`` is, but for ``tensors`` at the places ``varying`` of its arguments."""
+        self._once(key, lambda: self._inner.prepare(*make(), varying))(tensors)
 
     def _of_node(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The control blocks of the contexts of this node: of the operation, and of what it exchanges by schedule "sequential"."""
@@ -287,7 +297,7 @@ class Puts(Messages):
     def begin(self, m: int, columns: int) -> None:
         self._stream = self._world.executor.on_same_stream(self._stream)
         self._slot ^= 1
-        self._sizes, self._ended = (m, columns), False
+        self._sizes, self._ended, self._owed = (m, columns), False, len(self.nodes) - 1
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         index = self._index(node)
@@ -305,13 +315,20 @@ class Puts(Messages):
 
     def _head(self, first: int, count: int) -> None:
         """The head of a message for so many nodes, and their credits."""
-        slot, sizes = self._slot, self._sizes
+        gives = self._gives()
+        key = "head", self._slot, first, self._sizes, gives
+        self._run(key, lambda: self._head_launch(first, count, gives))
 
-        def args() -> tuple:
-            box = self.outbox[self._index(first)].view(torch.int64)
-            return (box, self.head, self.ctl, *self._of_node(), slot, self.node, first, self._inner.rank, *sizes)
+    def _head_launch(self, first: int, count: int, gives: int) -> Launch:
+        box = self.outbox[self._index(first)].view(torch.int64)
+        where = box, self.head, self.ctl, *self._of_node(), self._there, self._slot, self.node, first
+        constants = {"J": len(self.nodes), "PEERS": count, **self._giving}
+        return kernels.messages_head_kernel, 1, (*where, self._inner.rank, *self._sizes, gives), constants, ONE
 
-        self._launch(("head", slot, first, sizes), kernels.messages_head_kernel, args, J=len(self.nodes), PEERS=count)
+    def _gives(self) -> int:
+        """To how many nodes the next kernel gives credits for the last call: the first one of a call to all."""
+        gives, self._owed = self._owed, 0
+        return gives
 
     def _put(self, place: torch.Tensor, node: int) -> None:
         def addresses() -> tuple[int, int, int]:
@@ -338,26 +355,28 @@ class Puts(Messages):
 
     def receive(self, nodes: list[int], places: Places, last: bool) -> None:
         """``nodes``: one or all, in the order of `next`."""
-        slot, sizes, first = self._slot, self._sizes, nodes[0]
-
-        def args() -> tuple:
-            where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), slot, self.node, first
-            return (*where, self._inner.rank, *sizes, self._pitch // 8)
-
-        constants = dict(J=len(self.nodes), L=self._inner.size, PEERS=len(nodes), LAST=last)
-        self._launch(("came", slot, first, sizes), kernels.messages_came_kernel, args, **constants)
+        key = "came", self._slot, nodes[0], self._sizes
+        self._run(key, lambda: self._came_launch(nodes, last))
         self._ended = last
+
+    def _came_launch(self, nodes: list[int], last: bool) -> Launch:
+        where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), self._slot, self.node, nodes[0]
+        args = *where, self._inner.rank, *self._sizes, self._pitch // 8
+        constants = {"J": len(self.nodes), "L": self._inner.size, "PEERS": len(nodes), "LAST": last}
+        return kernels.messages_came_kernel, 1, args, constants, ONE
 
     def read(self, node: int) -> None:
         word = self._once(("read", self._slot), lambda: self._word((2 + self._slot) * len(self.nodes) + self.node))
         self._puts.add(word, self._pes[node])
 
     def end(self) -> None:
-        slot = self._slot
         if not self._ended:
-            args = lambda: (self.ctl, *self._of_node(), slot, self.node, self._inner.rank)  # noqa: E731
-            self._launch(("end", slot), kernels.messages_end_kernel, args)
+            self._run(("end", self._slot), self._end_launch)
         self.join()
+
+    def _end_launch(self) -> Launch:
+        args = self.ctl, *self._of_node(), self._slot, self.node, self._inner.rank
+        return kernels.messages_end_kernel, 1, args, self._ending, ONE
 
     def join(self) -> None:
         """What the host had put in this call has left its place, behind this on the stream."""

@@ -13,7 +13,7 @@ from ...ops import collectives
 from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
 from ...ops.sparse_all_reduce import NARROW, create_sparse_all_reduce_context
-from ...runtime import dry, env
+from ...runtime import dry, env, world
 from . import stub
 from .compiling import Built, Launch, build, launch_of
 from .rules import Finding, Spec, lint_built
@@ -45,6 +45,7 @@ SHAPES = {
 }
 
 
+PUTS = ("host", "auto", "device", "far")
 COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 
 
@@ -52,7 +53,7 @@ COLLECTIVES = ("reduce", "broadcast", "reduce_scatter", "all_gather")
 class Case:
     """A call. ``kn``: the weight is stored as [K, N]. ``nodes``: on which the ranks are. ``bias``: of the products.
 
-    ``puts``: who makes those between nodes.
+    ``puts``: who makes those between nodes, of `PUTS`: FLUXLIKE_PUTS, or "far" for "device" over a network.
     """
 
     op: str
@@ -66,7 +67,7 @@ class Case:
 
     def __str__(self) -> str:
         dtype = "" if self.dtype == torch.bfloat16 else f"-{str(self.dtype).removeprefix('torch.')}"
-        nodes = f"-{self.nodes}nodes{'-puts' if self.puts == 'device' else ''}" if self.nodes > 1 else ""
+        nodes = f"-{self.nodes}nodes-{self.puts}" if self.nodes > 1 else ""
         return f"{self.op}-{self.schedule}-{self.shape}{dtype}{'-kn' if self.kn else ''}{'-bias' if self.bias else ''}{nodes}"
 
 
@@ -81,6 +82,11 @@ class Report:
     shared: int
     local: int
     findings: tuple[Finding, ...]
+
+
+def between_nodes(op: str) -> list[Case]:
+    """Calls that reach all that is launched for messages; of "auto" one with many rows, as the host puts those."""
+    return [Case(op, "decomposed", "parts" if puts == "auto" else "large", nodes=2, puts=puts) for puts in PUTS]
 
 
 def cases(capability: int) -> list[Case]:
@@ -102,7 +108,7 @@ def cases(capability: int) -> list[Case]:
                 found.append(Case(op, schedule, "pointer"))
         found.append(Case(op, "in_kernel", dtype=torch.float32))
         found.append(Case(op, "decomposed"))
-        found += [Case(op, "decomposed", nodes=2), Case(op, "decomposed", nodes=2, puts="device")]
+        found += between_nodes(op)
         found += [Case(op, "stream_k"), Case(op, "stream_k", "small"), Case(op, "stream_k", dtype=torch.float32)]
         if capability == 90:
             found += [Case(op, "stream_k", "pointer"), Case(op, "stream_k", "ragged"), Case(op, "stream_k", kn=True, bias=True)]
@@ -134,9 +140,10 @@ def _world(case: Case, capability: tuple[int, int]) -> Iterator[list[dry.Record]
     """For trees links are given: there may be no GPU that could be looked at."""
     with (
         _variable("FLUXLIKE_TOPOLOGY", f"nvswitch-{RANKS}"),
-        _variable("FLUXLIKE_PUTS", case.puts),
+        _variable("FLUXLIKE_PUTS", "device" if case.puts == "far" else case.puts),
         dry.recording(capability, RANKS, nodes=case.nodes, library=stub.library()) as records,
     ):
+        world.current().executor.one_host = case.puts != "far"
         yield records
 
 
@@ -179,7 +186,7 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
     # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
     came = name == "messages_came_kernel"
-    ended = int(last or name in ("messages_end_kernel", "messages_credits_kernel"))
+    ended = int(last or name == "messages_end_kernel")
     counts["volatile load"] += 5 * (name in ("messages_head_kernel", "messages_put_kernel")) + 6 * came + 6 * ended
     counts["asm fence.acq_rel.sys"] += came + ended
     return counts
@@ -233,13 +240,12 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         ),
         # parts, by reducers and drainers, and results of owners, of each the first and more; the two kinds of chunks
         "sparse_all_reduce_kernel": (6 if owned else 2, 1 + owned, 0, 0),
-        # credits; messages
-        "messages_head_kernel": (1, 0, 0, 0),
+        # credits, and those that it may give; messages
+        "messages_head_kernel": (1, int(given.get("GIVES", 0) > 0), 0, 0),
         "messages_came_kernel": (1, 0, 0, 0),
         "messages_end_kernel": (0, 0, 0, 0),
-        # credits, and the puts; credits
-        "messages_put_kernel": (1, 1, 0, 0),
-        "messages_credits_kernel": (0, 1, 0, 0),
+        # credits; those that it gives, and the puts
+        "messages_put_kernel": (1, 2, 0, 0),
         # what the stream orders needs no signals
         "sum_over_nodes_kernel": (0, 0, 0, 0),
         "sparse_sums_kernel": (0, 0, 0, 0),
