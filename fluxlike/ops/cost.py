@@ -101,8 +101,9 @@ HOST_BETWEEN = 0.3e-3
 NETWORK_RATE = 50e9
 #: Seconds from a put to the end of the wait for it, of an empty message: by the host; by a kernel, on one host. Fitted.
 PUT, PUT_BY_KERNEL = 22e-6, 10e-6
-#: Seconds of the launches that put rows in order where a call of all nodes' rows is made together; fitted.
-ARRANGED = 5e-6
+#: Seconds for each node of what is launched around its product, and of what puts rows in order where a call of all nodes' rows is
+#: made together; two H100s as two nodes, fitted.
+AROUND, ARRANGED = 7e-6, {"gemm_rs": 2e-6, "ag_gemm": 10e-6}
 #: K of a context that does not know it.
 LARGE_K = 32768
 

@@ -159,7 +159,7 @@ class NodesContext(Held):
             count = len(self.nodes)
             one = self._expected(full)
             message = self.messages.latency + self._nbytes(full) / self.messages.rate
-            apart = count * one + max(0.0, message - one)  # the last of them has one product to hide under
+            apart = count * (one + cost.AROUND) + max(0.0, message - one)  # the last of them has one product to hide under
             self._faster[full] = self._expected(full * count) + self._exposed(full) < apart
         return self._faster[full]
 
@@ -179,7 +179,7 @@ class NodesContext(Held):
         """Seconds of what a call that is made together does beside its call inside the node."""
         nbytes, others = self._nbytes(full), len(self.nodes) - 1
         sent = self.messages.latency_alone + others * nbytes / self.messages.rate
-        return cost.ARRANGED + sent + 2 * self.size * nbytes / self.inner.tuned.memory
+        return cost.ARRANGED[self.op] + sent + 2 * self.size * nbytes / self.inner.tuned.memory
 
     def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias), with ``own`` [rows, N] for that of this one."""
