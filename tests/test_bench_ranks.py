@@ -247,6 +247,23 @@ def test_times_and_graphs():
                 assert row.path.startswith("in_kernel/") == (name in ("in_kernel", "auto"))
 
 
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_ways_between_nodes(op):
+    """Named, they are what they say; on one node they say what they are for."""
+    argv = [op, "--rounds", "1", "--methods", "apart,together,auto"]
+    for nodes in (2, 1):
+        for found, bad in values(ranks.run_fresh(run_shape, 2, {"FLUXLIKE_VIRTUAL_NODES": str(nodes)}, argv=argv)):
+            rows = found["eager"]
+            assert bad == (nodes == 1) and rows["auto"].status == "ok"
+            if nodes == 1:
+                assert all("FLUXLIKE_VIRTUAL_NODES=2" in rows[name].note for name in ("apart", "together"))
+            else:
+                paths = {name: row.path for name, row in rows.items()}
+                assert paths["together"].endswith("/together") and paths["apart"].startswith("nodes/"), paths
+                assert not paths["apart"].endswith("/together")
+    assert bench.methods(bench_problems.GemmRS, True)[-1] == "auto", "only if they are named"
+
+
 def test_sizes_timed():
     argv = ["all_reduce", "--rounds", "2", "--iters", "2"]
     for found, bad in values(ranks.run_fresh(run_shape, 2, timeout=120, argv=argv, cuda=True, shape=Size(512))):

@@ -6,8 +6,10 @@ The protocol is that of `messages.Puts`, and so are the words: a counterpart doe
   the stream holds. Between GPUs of one host a put is stores over NVLink: many programs put a part each, straight from where the
   payload lies, and the stream goes on when they are done. Over a network one program gives head and payload to the network card,
   from where NVSHMEM knows the memory, and the stream goes on at once.
-* The credits for all messages of a call are given by the first of these kernels of the next call, also where the host puts, and
-  before it waits for any. It would wait for the counterparts' next messages anyway.
+* The credits for the messages of a call go with the first message of the next one, also where the host puts that, by a word of the
+  control block that says which slot they are of. Who waits for one would wait for that message anyway. They are given to all nodes
+  at once and before any wait: one by one with each message, three nodes could wait for each other in a ring, where calls use one
+  slot after itself.
 
 ``auto``: by kernels where one host's GPUs are nodes (`FLUXLIKE_VIRTUAL_NODES`) and nothing runs beside the message, which is then
 there some 10 µs sooner; else by the host, whose copies are beside products, and since no network was measured.

@@ -17,10 +17,11 @@ A message is 256 bytes, the head, and the payload behind it; one put takes both.
 and the sizes, and no number of a call: the words are counters, by ADD, and what they are compared with is counted on the device.
 
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
-  message → ``wait`` of ``messages_head_kernel`` for as many as the slot was used before. The counterpart's own message of the call
-  between would say as much if slots took turns; but in a graph of one call each replay uses the same slot.
-* (B) put-with-signal: NVSHMEM adds one to the word (slot, sender) of the receiver behind the payload → ``wait`` of
-  ``messages_came_kernel`` for one more than the slot was used before, which then looks at the head.
+  message → ``wait`` of the kernel that writes the head, for as many as the slot was used before. The counterpart's own message of
+  the call between would say as much if slots took turns; but in a graph of one call each replay uses the same slot.
+* (B) put-with-signal: NVSHMEM adds `SIGNALS` to the word (slot, sender) of the receiver behind the payload → ``wait`` of
+  ``messages_came_kernel`` for that more than the slot's uses before made, which then looks at the head. So a message may be put in
+  parts, and the receiver need not know in how many.
 
 *What is worth nothing.* A kernel whose wait runs out goes on with whatever is there. So the head says the sizes of the call, and
 whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, and
@@ -39,6 +40,8 @@ streams are not, so none is used. Whose wait runs out, or whose call raises, set
 
 *Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
 CallMismatch, one that waits too long PeerTimeout.
+
+Where kernels put and give the credits, see `kernel_puts`.
 
 Sources: NVSHMEM's API reference (put-with-signal, on streams); hierarchical exchange between counterparts is how NCCL and
 Triton-distributed's inter-node GEMM+ReduceScatter cross the network.

@@ -143,7 +143,7 @@ class Bench:
             raise
         for method in methods:
             try:
-                if method.name in problem.OURS:
+                if method.name in (*problem.OURS, *problem.BETWEEN_NODES):
                     method.context = self.peers.attempt(functools.partial(problem.context, method.name))
                 method.call = problem.call(method.name, method.context)
                 self.first(method)
@@ -157,7 +157,8 @@ class Bench:
             if method.context is not None:
                 method.context.close()
         rows = [row for result in found.values() for row in result.rows]
-        self.bad |= any(row.status == "WRONG" or (row.status == "failed" and row.method in problem.OURS) for row in rows)
+        ours = *problem.OURS, *problem.BETWEEN_NODES
+        self.bad |= any(row.status == "WRONG" or (row.status == "failed" and row.method in ours) for row in rows)
         return found
 
     def begin_again(self, problem: Problem, methods: Sequence[Method]) -> None:

@@ -1,5 +1,6 @@
 """The shapes that `bench` knows, and one shape on this rank: operands, the ways to compute it, the truth on a sample."""
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -109,8 +110,9 @@ class Problem(ABC):
     OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
     ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
-    #: Methods that run only if they are named.
+    #: Methods that run only if they are named; and those of them that are ``auto`` between nodes, by `NodesContext.together`.
     ON_REQUEST: ClassVar[tuple[str, ...]] = ()
+    BETWEEN_NODES: ClassVar[Mapping[str, bool]] = {}
     #: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
     UNBOUNDED: ClassVar[tuple[str, ...]] = ("torch", "async_tp", "reference")
     REPORT: ClassVar[type[Report]] = Report
@@ -155,6 +157,16 @@ class Problem(ABC):
     @abstractmethod
     def context(self, schedule: str) -> Any: ...
 
+    def between_nodes(self, method: str, make: Callable[[str], Any]) -> Any:
+        """The context that ``make`` makes for a method, also one of `BETWEEN_NODES`. ValueError: there is one node."""
+        context = make("auto" if method in self.BETWEEN_NODES else method)
+        if method in self.BETWEEN_NODES:
+            if not hasattr(context, "together"):
+                context.close()
+                raise ValueError(f"{method!r} is for ranks on several nodes, or of a host that FLUXLIKE_VIRTUAL_NODES=2 splits")
+            context.together = self.BETWEEN_NODES[method]
+        return context
+
     @abstractmethod
     def ours(self, context: Any) -> torch.Tensor: ...
 
@@ -190,7 +202,12 @@ class Problem(ABC):
         return error, allowed_error(self.torch_error, self.dtype, ranks, k)
 
 
+#: How calls between nodes are made.
+_WAYS = {"apart": False, "together": True}
+
+
 class GemmRS(Problem):
+    ON_REQUEST, BETWEEN_NODES = tuple(_WAYS), _WAYS
     SUITES: ClassVar = {name: suite["gemm_rs"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -208,8 +225,8 @@ class GemmRS(Problem):
         self.truth = peers.add(self.local)[peers.rank * mine : (peers.rank + 1) * mine]
 
     def context(self, schedule: str) -> Any:
-        m, n, k = self.shape
-        return fluxlike.create_gemm_rs_context(m, n, k, dtype=self.dtype, schedule=schedule)
+        make = functools.partial(fluxlike.create_gemm_rs_context, *self.shape, self.dtype)
+        return self.between_nodes(schedule, lambda schedule: make(schedule=schedule))
 
     def ours(self, context: Any) -> torch.Tensor:
         return fluxlike.gemm_rs(self.x, self.weight, context, out=self.out)
@@ -244,6 +261,7 @@ class GemmRS(Problem):
 
 
 class AGGemm(Problem):
+    ON_REQUEST, BETWEEN_NODES = tuple(_WAYS), _WAYS
     SUITES: ClassVar = {name: suite["ag_gemm"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -260,8 +278,8 @@ class AGGemm(Problem):
         self.truth = torch.cat(shards).to(device).double() @ self.weight[self.cols].double().T
 
     def context(self, schedule: str) -> Any:
-        m, n, k = self.shape
-        return fluxlike.create_ag_gemm_context(m, n, k, dtype=self.dtype, schedule=schedule)
+        make = functools.partial(fluxlike.create_ag_gemm_context, *self.shape, self.dtype)
+        return self.between_nodes(schedule, lambda schedule: make(schedule=schedule))
 
     def ours(self, context: Any) -> torch.Tensor:
         return fluxlike.ag_gemm(self.x, self.weight, context)  # type: ignore[no-any-return]
@@ -291,6 +309,7 @@ class GemmAR(GemmRS):
     """As gemm_rs, with the whole sum on every rank."""
 
     OURS = (*ALGORITHMS, "auto")
+    ON_REQUEST, BETWEEN_NODES = (), {}
     ON_GPUS = ("gemm", "torch")
     UNBOUNDED = ("torch", "reference")
     SUITES: ClassVar = {
