@@ -476,12 +476,29 @@ def test_payload_that_kernels_cannot_take_from_where_it_lies(op, monkeypatch):
         assert [t.data_ptr() == placed for t in sent] == ([] if op == "gemm_rs" else [True, True, False])
 
 
+def test_a_library_that_does_not_link(monkeypatch):
+    """It is said why, and what does without; the heap is as it was."""
+
+    def ready(*_):
+        raise ValueError("Failed to parse library at there")
+
+    with dry.recording((9, 0), 2, 0, 2, Path("there")):
+        monkeypatch.setattr(dry.DryExecutor, "ready", ready)
+        with pytest.raises(RuntimeError, match=r"gemm_rs: .*\(ValueError: Failed to parse library.*set FLUXLIKE_PUTS=host"):
+            fluxlike.create_gemm_rs_context(64, 32, 32)
+        assert world.current().heap.in_use == 0
+        monkeypatch.setenv("FLUXLIKE_PUTS", "host")
+        with fluxlike.create_gemm_rs_context(64, 32, 32):
+            assert world.current().heap.in_use > 0
+
+
 def test_no_library_to_put_by(monkeypatch):
     """Asked for, it is missed, by name, and the heap is as it was; auto does without."""
     with dry.recording((9, 0), 2, 0, 2):
         monkeypatch.setenv("FLUXLIKE_PUTS", "device")
         with pytest.raises(RuntimeError, match=r"FLUXLIKE_PUTS=device.*libnvshmem_device.bc.*\(9, 0\).*pip install.*unset it"):
             fluxlike.create_gemm_rs_context(64, 32, 32)
+        assert world.current().heap.in_use == 0
         monkeypatch.setenv("FLUXLIKE_PUTS", "auto")
         with fluxlike.create_gemm_rs_context(64, 32, 32) as ctx:
             assert type(ctx.messages) is Puts

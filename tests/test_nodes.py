@@ -174,6 +174,10 @@ def every_schedule(group):
     with pytest.raises(ValueError, match=f"FLUXLIKE_TORCH_PRODUCTS is {re.escape(str(said))} on the ranks"):
         fluxlike.create_gemm_rs_context(12, 16)
     os.environ["FLUXLIKE_TORCH_PRODUCTS"] = before
+    os.environ["FLUXLIKE_PUTS"] = "card" if rank == size - 1 else "auto"
+    with pytest.raises(ValueError, match="FLUXLIKE_PUTS='card' is not one of host, device, auto"):
+        fluxlike.create_gemm_rs_context(12, 16)
+    os.environ["FLUXLIKE_PUTS"] = "auto"
     with fluxlike.create_gemm_rs_context(12, 16) as rs, fluxlike.create_ag_gemm_context(12, 16, 16) as ag:
         assert rs.device == ag.device == world.current().device
     for algo in ("auto", "trees"):

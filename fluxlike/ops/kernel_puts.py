@@ -51,8 +51,12 @@ class KernelPuts(Puts):
         self._ending = {"QUIET": not self._near, **({} if self._near else self._linked)}
         some, node, receivers = self.outbox.view(self._inner.dtype), self.next[0], 1 if self.op == "gemm_rs" else len(self.next)
         launches = [self._put_launch(some, 0, 0, node, 1, 0), self._head_launch(node, receivers, 0)]
-        for kernel, _, args, constants, tile in launches if self._near else [*launches, self._end_launch()]:
-            executor.ready(kernel, args, constants, tile.warps, tile.stages)
+        try:
+            for kernel, _, args, constants, tile in launches if self._near else [*launches, self._end_launch()]:
+                executor.ready(kernel, args, constants, tile.warps, tile.stages)
+        except Exception as problem:  # of Triton, whose linker may be too old for the library, or of NVSHMEM
+            said = f"kernels that put to other nodes cannot be made ({type(problem).__name__}: {problem}); set FLUXLIKE_PUTS=host"
+            raise RuntimeError(said) from problem
 
     def send(self, place: torch.Tensor, node: int) -> None:
         if self.all:

@@ -249,7 +249,7 @@ class Puts(Messages):
         error: Exception | None = None
         try:
             self._prepare()
-        except Exception as problem:  # Triton, its linker and NVSHMEM raise several kinds
+        except RuntimeError as problem:
             error = RuntimeError(f"{op}: {problem}")
         executor.synchronize()
         try:

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from ..kernels.nodes import sum_over_nodes_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
-from ..runtime import world
+from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from . import choice, cost, keeping, validate
 from .exchange import Compiled
@@ -88,8 +88,12 @@ class NodesContext(Held):
         self.device = self.world.device
         error: Exception | None = None
         what = f"create_{op}_context"
+        try:
+            env.puts()
+        except ValueError as problem:
+            error = problem
         with control.lock:
-            control.agree(what, (sizes, str(dtype), schedule))
+            control.agree(what, (sizes, str(dtype), schedule), error)
             control.spanning += 1
             self.inner, self.messages = None, None
             try:
