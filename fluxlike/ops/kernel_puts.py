@@ -37,7 +37,7 @@ class KernelPuts(Puts):
     """Kernels put the messages beside which nothing runs, and the host the others; the credits of all are by kernels."""
 
     #: Whether kernels put all of them.
-    all = False
+    every = False
 
     def _prepare(self) -> None:
         executor = self._world.executor
@@ -59,7 +59,7 @@ class KernelPuts(Puts):
             raise RuntimeError(said) from problem
 
     def send(self, place: torch.Tensor, node: int) -> None:
-        if self.all:
+        if self.every:
             self._by_kernel(place, 0, place.numel() * place.element_size(), node, 1)
         else:
             super().send(place, node)
@@ -72,7 +72,7 @@ class KernelPuts(Puts):
             self._by_kernel(whole, first * pitch, rows * pitch, node, 1)
 
     def send_to_all(self, x: torch.Tensor, alone: bool) -> None:
-        if not (alone or self.all):
+        if not (alone or self.every):
             super().send_to_all(x, alone)
             return
         if not self._near or not x.is_contiguous() or x.data_ptr() % 16:
@@ -108,12 +108,12 @@ class KernelPuts(Puts):
 class AllKernelPuts(KernelPuts):
     """As FLUXLIKE_PUTS=device asks for."""
 
-    all = True
+    every = True
 
 
 def _library() -> Path:
     executor = world.current().executor
-    path = executor.device_puts()
+    path = executor.device_library()
     if path is None:
         raise RuntimeError(
             f"FLUXLIKE_PUTS=device, and the package nvidia-nvshmem has no libnvshmem_device.bc for compute capability "
@@ -130,6 +130,6 @@ def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: C
         kind = Letters
     elif who == "device":
         kind = AllKernelPuts
-    elif who == "auto" and executor.one_host and executor.device_puts() is not None:
+    elif who == "auto" and executor.one_host and executor.device_library() is not None:
         kind = KernelPuts
     return kind(op, control, nbytes, sending, inner)

@@ -245,7 +245,7 @@ class CudaExecutor:
     def puts(self) -> CudaPuts:
         return CudaPuts(self)
 
-    def device_puts(self) -> Path | None:
+    def device_library(self) -> Path | None:
         """The library by which kernels put to other nodes, if it is there."""
         return nvshmem.device_library(self.capability)
 

@@ -165,7 +165,7 @@ class DryExecutor:
     def puts(self) -> DryPuts:
         return DryPuts()
 
-    def device_puts(self) -> Path | None:
+    def device_library(self) -> Path | None:
         return self.library
 
     def ready(self, *launch: Any) -> None:
