@@ -300,13 +300,13 @@ def test_puts_between_what_the_current_stream_does(monkeypatch):
     current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731
     executor = SimpleNamespace(device=torch.device("cuda", 0), one_host=True, current=current, far_posts=11)
     puts = cuda.CudaPuts(executor)
-    puts.put(100, 200, 64, 300, 3)
+    puts.put(100, 200, 64, 300, 256, 3)
     puts.join()
     puts.add(400, 3)
     puts.quiet()
     assert streams.done == [
         (5, "waits for", "what", 7, "holds"),
-        ("put", 100, 200, 64, 300, 1, "ADD", 3, 5),
+        ("put", 100, 200, 64, 300, 256, "ADD", 3, 5),
         (7, "waits for", "what", 5, "holds"),
         ("signal", 400, 1, "ADD", 3, 7),
     ]

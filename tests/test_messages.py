@@ -155,9 +155,9 @@ def waits_for_credits(group):
 
 def puts_it(group):
     """Behind the credits of all that get it the message, head and all, in parts that signal as much as one would."""
-    for this, near, parts, nbytes in itertools.product(cases(), (False, True), (1, 4, 128), (0, 300, 50000)):
-        if not near and parts > 1:
-            continue
+    sizes = [(False, 1, nbytes) for nbytes in (0, 300, 50000)] + [(True, 1, 0), (True, 1, 300), (True, 4, 300), (True, 16, 50000)]
+    every = [(this, *size) for this in cases() for size in sizes]
+    for this, near, parts, nbytes in [*every, (Memory(2, 0, 1), True, kernels.SIGNALS.value // 2, 50000)]:
         there, programs, start = numbers(this), parts + 2 * near, 48
         box, payload = torch.full((6400,), NOT_THERE, dtype=torch.int64), torch.zeros(4, dtype=torch.bfloat16)
         to = this.boxes[this.slot, this.node]
