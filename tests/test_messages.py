@@ -492,8 +492,8 @@ def test_a_library_that_does_not_link(monkeypatch):
             assert world.current().heap.in_use > 0
 
 
-def test_no_library_to_put_by(monkeypatch):
-    """Asked for, it is missed, by name, and the heap is as it was; auto does without."""
+def test_no_library_to_put_by(monkeypatch, caplog):
+    """Asked for, it is missed, by name, and the heap is as it was; auto does without, and says so."""
     with dry.recording((9, 0), 2, 0, 2):
         monkeypatch.setenv("FLUXLIKE_PUTS", "device")
         with pytest.raises(RuntimeError, match=r"FLUXLIKE_PUTS=device.*libnvshmem_device.bc.*\(9, 0\).*pip install.*unset it"):
@@ -502,6 +502,7 @@ def test_no_library_to_put_by(monkeypatch):
         monkeypatch.setenv("FLUXLIKE_PUTS", "auto")
         with fluxlike.create_gemm_rs_context(64, 32, 32) as ctx:
             assert type(ctx.messages) is Puts
+        assert "no libnvshmem_device.bc, so the host puts" in caplog.text and "FLUXLIKE_PUTS=host" in caplog.text
         monkeypatch.setenv("FLUXLIKE_PUTS", "card")
         with pytest.raises(ValueError, match="FLUXLIKE_PUTS='card' is not one of host, device, auto"):
             fluxlike.create_gemm_rs_context(64, 32, 32)

@@ -10,8 +10,6 @@ from triton.language import core
 
 #: NVSHMEM_SIGNAL_ADD
 _ADD = 10
-#: The option of a launch that names the library, and the key of it there.
-OPTION, NAME = "extern_libs", "libnvshmem_device"
 
 _hook = None
 
@@ -24,7 +22,7 @@ def set_hook(hook) -> None:
 
 def library(path) -> dict:
     """The options of a launch of a kernel that uses this module; ``path``: of NVSHMEM's device library."""
-    return {OPTION: {NAME: str(path)}}
+    return {"extern_libs": {"libnvshmem_device": str(path)}}
 
 
 def _called(name, args, kinds, _semantic):

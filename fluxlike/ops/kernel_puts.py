@@ -11,6 +11,9 @@ The protocol is that of `messages.Puts`, and so are the words: a counterpart doe
   at once and before any wait: one by one with each message, three nodes could wait for each other in a ring, where calls use one
   slot after itself.
 
+What has no bound: over a network the end of a call waits for what was put by NVSHMEM's own quiet, so if the network fails in
+between, it may last for ever. Between GPUs of one host there is no such wait.
+
 ``auto``: by kernels where one host's GPUs are nodes (`FLUXLIKE_VIRTUAL_NODES`) and nothing runs beside the message, which is then
 there some 10 µs sooner; else by the host, whose copies are beside products, and since no network was measured.
 """
@@ -21,11 +24,9 @@ import torch
 
 from ..kernels import messages as kernels
 from ..kernels import puts
-from ..runtime import env, world
-from ..runtime.control import ControlGroup
+from ..runtime import world
 from . import cost, tiling
-from .context import Context
-from .messages import Launch, Letters, Places, Puts
+from .messages import Launch, Places, Puts
 
 #: Bytes of a payload for each program that puts a part of it, and the most of these.
 _PART, _PARTS = 8 << 10, kernels.SIGNALS.value // 2
@@ -120,16 +121,3 @@ def _library() -> Path:
             f"{executor.capability}; pip install -e '.[cu13]' (or cu12) at the root of the repository, or unset it"
         )
     return path
-
-
-def messages(op: str, control: ControlGroup, nbytes: int, sending: int, inner: Context) -> Letters | Puts:
-    """Those of a context; collective. See `Puts`."""
-    executor, who = world.current().executor, env.puts()
-    kind: type[Letters | Puts] = Puts
-    if executor.name == "shm":
-        kind = Letters
-    elif who == "device":
-        kind = AllKernelPuts
-    elif who == "auto" and executor.one_host and executor.device_library() is not None:
-        kind = KernelPuts
-    return kind(op, control, nbytes, sending, inner)

@@ -36,7 +36,8 @@ ag_gemm inside the node comes behind its last message, so it ends by ``messages_
 
 Puts go by a stream of their own, each behind the kernel that writes its head, which waits for (A). The next call writes the places
 to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's own waits of
-streams are not, so none is used. Whose wait runs out, or whose call raises, sets the abort words of its counterparts.
+streams are not, so none is used but where kernels put over a network (`kernel_puts`). Whose wait runs out, or whose call raises,
+sets the abort words of its counterparts.
 
 *Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
 CallMismatch, one that waits too long PeerTimeout.

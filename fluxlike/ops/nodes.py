@@ -46,8 +46,9 @@ from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from . import choice, cost, keeping, validate
 from .exchange import Compiled
-from .kernel_puts import messages
+from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
+from .messages import Letters, Puts
 
 #: How the sum over nodes is compiled, and the elements of a block of it.
 _SUM, _BLOCK = Compiled(warps=4), 1024
@@ -143,7 +144,24 @@ class NodesContext(Held):
         """gemm_rs has something else for each node; ag_gemm the same for all."""
         columns, sending = (n, len(self.nodes) - 1) if self.op == "gemm_rs" else (k, 1)
         nbytes = chunk_rows(max_m, self.size) * columns * self.dtype.itemsize
-        self.messages = messages(self.op, self.control, nbytes, sending, self.inner)
+        self.messages = self._kind_of_messages()(self.op, self.control, nbytes, sending, self.inner)
+
+    def _kind_of_messages(self) -> type[Letters | Puts]:
+        executor, who = self.world.executor, env.puts()
+        if executor.name == "shm":
+            return Letters
+        if who == "device":
+            return AllKernelPuts
+        if who == "host" or not executor.one_host:
+            return Puts
+        if executor.device_library() is not None:
+            return KernelPuts
+        if self.rank == 0:
+            world.log.warning(
+                "%s: the package nvidia-nvshmem has no libnvshmem_device.bc, so the host puts messages to other nodes that kernels "
+                "would put sooner; install it by the extra cu13 (or cu12), or set FLUXLIKE_PUTS=host", self.op,
+            )  # fmt: skip
+        return Puts
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 

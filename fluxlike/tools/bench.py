@@ -13,8 +13,8 @@ Protocol
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
   Buffers and contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
-  work in all, or a second where a call takes a millisecond, as such ones reach the power limit, behind which the clocks of an H100
-  swing for most of a second, for each method by another share. And the methods take turns: in each round each is timed once,
+  work in all, or a second where a call takes a millisecond: behind 300 ms the times of the largest ones were seen to swing by a
+  fifth for half a second, each method by another share. And the methods take turns: in each round each is timed once,
   behind another one. Synchronise, barrier, one untimed call, then an event pair around `iters` calls back to back (about 20 ms,
   5 to 50 of them); a round's time is that of the slowest rank. The figure is the median over the rounds (7); smallest and largest
   stand beside it.
