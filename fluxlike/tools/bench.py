@@ -13,11 +13,9 @@ Protocol
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
   Buffers and contexts are made once a shape, so nobody pays for allocation.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
-  work in all, or a second where a call takes a millisecond: behind 300 ms the times of the largest ones were seen to swing by a
-  fifth for half a second, each method by another share. And the methods take turns: in each round each is timed once,
-  behind another one. Synchronise, barrier, one untimed call, then an event pair around `iters` calls back to back (about 20 ms,
-  5 to 50 of them); a round's time is that of the slowest rank. The figure is the median over the rounds (7); smallest and largest
-  stand beside it.
+  work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
+  call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
+  rank. The figure is the median over the rounds (7); smallest and largest stand beside it.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
 * Host time: 30 calls without synchronising, by the host's clock, slowest rank.
 * t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs), (R−1)/R·M·K (ag_gemm), 2·(R−1)/R·M·N
@@ -64,8 +62,6 @@ GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
 WARM_CALLS, WARM_MS = 3, 300.0
-#: ms of a call from which on that is not enough, and what is.
-LONG_MS, LONG_WARM_MS = 1.0, 1000.0
 
 
 def kind_of(op: str, suite: str | None) -> type[Problem]:
@@ -290,8 +286,8 @@ class Bench:
                 ms = self.time(method, WARM_CALLS if self.cuda else 1)
                 method.row.iters = (self.asked.iters or auto_iters(ms)) if self.cuda else 1
                 cost.append((method, ms))
-        worked, wanted = 0.0, LONG_WARM_MS if max((ms for _, ms in cost), default=0.0) >= LONG_MS else WARM_MS
-        while self.cuda and cost and worked < wanted:
+        worked = 0.0
+        while self.cuda and cost and worked < WARM_MS:
             for method, ms in cost:
                 if method.row.status == "ok":
                     with self.guard(method):
