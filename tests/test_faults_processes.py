@@ -157,8 +157,13 @@ def interrupted(group, everybody):
     dist.all_gather_object(pids, os.getpid())
     if rank == GUILTY:
         time.sleep(0.5)
-        for pid in [pids[0], pids[2], pids[GUILTY]] if everybody else pids[:1]:
-            os.kill(pid, signal.SIGINT)
+        # a terminal sends it to all at once: none goes on, and tells the others that it gave up, before all have it
+        others = [pids[0], pids[2]] if everybody else pids[:1]
+        for what in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
+            for pid in others:
+                os.kill(pid, what)
+        if everybody:
+            os.kill(pids[GUILTY], signal.SIGINT)
         time.sleep(0.5)
     said, took = told(lambda: [call(ctx, seed) for seed in range(2, 9)], fluxlike.PeerTimeout)
     _, ending = told(fluxlike.finalize)
