@@ -124,6 +124,7 @@ def test_times_of_a_call(mode, monkeypatch):
     monkeypatch.setattr(bench.tuning, "timed", time_calls)
     monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(host)))
     monkeypatch.setattr(bench, "WARM_MS", 0.0)
+    monkeypatch.setattr(bench, "WARM_LONG_MS", 0.0)
     asked = bench.parse(["gemm_rs", "--shapes", "8x8x8", "--rounds", "4", f"--{mode}"], cuda=True)
     asked.methods = []
     run = bench.Bench(asked, Alone(), torch.device("cpu"))
@@ -231,13 +232,36 @@ def test_a_bad_shape_is_named(text):
         parse_shapes(text)
 
 
+@pytest.mark.parametrize("mode", ("eager", "graph"))
+@pytest.mark.parametrize("ms, rounds", ((0.49, 7), (0.5, 20)))
+def test_rounds_of_long_calls(mode, ms, rounds, monkeypatch):
+    """Where a GPU comes to its limit of power they last for some time, which is that of replays in a graph."""
+    calls, iters = bench.GRAPH_CALLS if mode == "graph" else 1, 4
+    times, warm = {"fast": ms * calls, "slow": 10 * ms * calls}, 3.0 * ms * calls
+    monkeypatch.setattr(bench, "WARM_MS", 0.0)
+    monkeypatch.setattr(bench, "WARM_LONG_MS", warm)
+    monkeypatch.setattr(bench, "TIMED_LONG_MS", 19.5 * sum(times.values()) * (iters + 1))
+    run = bench.Bench(
+        bench.parse(["gemm_rs", "--shapes", "8x8x8", "--methods", "gemm", "--iters", str(iters)], cuda=True),
+        Alone(),
+        torch.device("cpu"),
+    )
+    run.cuda, run.rounds, timed = True, 7, []
+    for name in ("synchronize", "settle", "capture", "check", "host_us"):
+        monkeypatch.setattr(run, name, lambda *args: None)
+    monkeypatch.setattr(run, "time", lambda method, calls: timed.append(method.name) or times[method.name])
+    rows = run.measure(mode, None, [bench.Method(name, Row(name)) for name in times])
+    assert {row.method: row.rounds_ms for row in rows} == {name: [t / calls] * rounds for name, t in times.items()}
+    assert len(timed) == 2 * (1 + (ms >= 0.5) + rounds)  # the first, once more to warm up, the rounds
+
+
 # the command line
 
 
 def test_defaults():
     on_gpus, on_cpus = bench.parse(["gemm_rs"], cuda=True), bench.parse(["gemm_rs"], cuda=False)
     assert on_gpus.suite == "headline" and on_cpus.suite == "toy"
-    assert on_gpus.modes == ["eager"] and on_gpus.rounds == 7 and on_gpus.iters is None
+    assert on_gpus.modes == ["eager"] and on_gpus.rounds is None and on_gpus.iters is None
     ours = ["copy_engine", "in_kernel", "sequential", "decomposed", "stream_k", "auto"]
     assert on_gpus.methods == ["gemm", "torch", "async_tp", *ours]
     assert on_cpus.methods == ["reference", *ours]

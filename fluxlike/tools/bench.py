@@ -16,6 +16,9 @@ Protocol
   work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
   rank. The figure is the median over the rounds (7); smallest and largest stand beside it.
+* Long calls bring a GPU to its limit of power, where its clock swings: seen on H100s by 10 % with a period of 0.9 s, in the first
+  second by twice that. If the fastest call takes 0.5 ms or more, warming up takes 1 s, therefore, and there are as many rounds as
+  fill 2 s, unless --rounds says how many.
 * `--graph`: the same, where a call is a replay of a CUDA graph of ten calls; times are still per call.
 * Host time: 30 calls without synchronising, by the host's clock, slowest rank.
 * t_gemm is the time of `gemm`, wire the bytes that a rank must send: (R−1)/R·M·N (gemm_rs), (R−1)/R·M·K (ag_gemm), 2·(R−1)/R·M·N
@@ -58,10 +61,13 @@ from .bench_sparse import SparseAllReduce
 KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
+ROUNDS = 7
 GRAPH_CALLS = 10
 HOST_CALLS = 30
 TARGET_MS, FEWEST, MOST = 20.0, 5, 50
 WARM_CALLS, WARM_MS = 3, 300.0
+#: Calls from so many ms on are warmed up and timed for so many at least.
+LONG_MS, WARM_LONG_MS, TIMED_LONG_MS = 0.5, 1000.0, 2000.0
 
 
 def kind_of(op: str, suite: str | None) -> type[Problem]:
@@ -111,7 +117,7 @@ class Bench:
         self.asked, self.peers, self.device = asked, peers, device
         self.cuda = device.type == "cuda"
         self.dtype = getattr(torch, asked.dtype)
-        self.rounds = asked.rounds if self.cuda else min(asked.rounds, 2)
+        self.rounds = (asked.rounds or ROUNDS) if self.cuda else min(asked.rounds or ROUNDS, 2)
         self.bad = False
         self.kind = kind_of(asked.op, asked.suite)
         self.budget = Budget(asked.seconds)
@@ -218,11 +224,15 @@ class Bench:
                 if mode == "graph":
                     self.capture(method)
                     self.check(problem, method)
-        self.warm_up(self.alive(measured))
-        for turn in range(self.rounds):
+        long = self.warm_up(self.alive(measured), per_call)
+        turn, worked, enough = 0, 0.0, TIMED_LONG_MS if long and not self.asked.rounds else 0.0
+        while self.alive(measured) and (turn < self.rounds or worked < enough):
             for method in tuning.in_turn(self.alive(measured), turn):
                 with self.guard(method):
-                    method.row.rounds_ms.append(self.time(method, method.row.iters) / per_call)
+                    ms = self.time(method, method.row.iters)
+                    method.row.rounds_ms.append(ms / per_call)
+                    worked += ms * (method.row.iters + 1)
+            turn += 1
         for method in self.alive(measured):
             with self.guard(method):
                 if mode == "eager" and self.cuda:
@@ -278,21 +288,23 @@ class Bench:
 
         method.call = replay
 
-    def warm_up(self, methods: Sequence[Method]) -> None:
-        """Calls until the clocks have settled, and how many calls a timing takes. Counted alike on all ranks."""
+    def warm_up(self, methods: Sequence[Method], per_call: int) -> bool:
+        """Calls until the clocks have settled, and how many calls a timing takes. Whether all take long; alike on all ranks."""
         cost: list[tuple[Method, float]] = []
         for method in methods:
             with self.guard(method):
                 ms = self.time(method, WARM_CALLS if self.cuda else 1)
                 method.row.iters = (self.asked.iters or auto_iters(ms)) if self.cuda else 1
                 cost.append((method, ms))
-        worked = 0.0
-        while self.cuda and cost and worked < WARM_MS:
+        long = self.cuda and bool(cost) and min(ms for _, ms in cost) >= LONG_MS * per_call
+        worked, enough = 0.0, WARM_LONG_MS if long else WARM_MS
+        while self.cuda and cost and worked < enough:
             for method, ms in cost:
                 if method.row.status == "ok":
                     with self.guard(method):
                         self.time(method, method.row.iters)
                 worked += max(ms, 1e-3) * (method.row.iters + 1)
+        return long
 
     def time(self, method: Method, calls: int) -> float:
         """ms a call, back to back, on the slowest rank."""
@@ -395,7 +407,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     command.add_shapes(parser, suites=dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES))
     parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
     parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
-    parser.add_argument("--rounds", type=int, default=7, help="timings of each method (7)")
+    parser.add_argument("--rounds", type=int, help=f"timings of each method ({ROUNDS}, of long calls what fills 2 s)")
     parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
     kinds: dict[str, type[Problem]] = {**KINDS, "all_reduce --suite resnet50": Bursts}
     several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in kinds.items())
@@ -406,7 +418,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     command.add_dtype(parser)
     parser.add_argument("--seconds", type=command.seconds, help="begin no new shape after so many seconds")
     asked = parser.parse_args(argv)
-    if asked.rounds < 1:
+    if asked.rounds is not None and asked.rounds < 1:
         parser.error(f"--rounds {asked.rounds} is below 1; give at least one round")
     if asked.iters != "auto" and not (asked.iters.isdecimal() and int(asked.iters) > 0):
         parser.error(f"--iters {asked.iters} is neither auto nor a whole number above 0")
