@@ -35,6 +35,8 @@ KERNELS = (
     "sparse_all_reduce_kernel",
     "messages_head_kernel",
     "messages_came_kernel",
+    "messages_sum_kernel",
+    "messages_gather_kernel",
     "messages_end_kernel",
     "messages_put_kernel",
 )

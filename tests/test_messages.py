@@ -22,7 +22,7 @@ from fluxlike.ops.messages import Puts
 from fluxlike.runtime import dry, interpreter, world
 from fluxlike.runtime.errors import CallMismatch, PeerTimeout
 
-USED, PITCH, RANK = 5, 40, 2
+USED, PITCH, RANK = 5, 72, 2
 #: What the word of a slot's messages is when it was used so often before.
 CAME = USED * kernels.SIGNALS.value
 NOT_THERE = -7
@@ -109,10 +109,24 @@ def numbers(this):
     return torch.tensor([10 * node + 3 for node in range(this.nodes)], dtype=torch.int32)
 
 
-def comers(this, peer, count, last=False):
-    """The arguments of a wait for the messages of so many nodes."""
-    where = this.boxes, this.head, this.ctl, *this.inner, this.slot, this.node, peer, RANK, 70, 90, PITCH
-    return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3, PEERS=count, LAST=last)
+def comer(this, peer):
+    """The arguments of a wait for the message of one node."""
+    where = this.boxes, this.head, this.ctl, this.inner[0], this.slot, this.node, peer, RANK, 70, 90, PITCH
+    return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3)
+
+
+def comers(this, kind, last=False, columns=90, full=0, own=None, bias=None, out=None):
+    """The arguments of what waits for the messages of all, and adds or gathers so many rows of theirs."""
+    parts = this.boxes.view(torch.bfloat16)[this.slot, :, 4 * kernels.HEADER.value :]
+    own = parts if own is None else own
+    where = this.boxes, this.head, this.ctl, *this.inner, this.slot, this.node, RANK, 70, columns, PITCH
+    constants = dict(J=this.nodes, B=16, L=3, LAST=last)
+    out = out if out is not None else torch.zeros(1)
+    if kind == "gather":
+        return (kernels.messages_gather_kernel, parts, own, out, full * columns, 4 * PITCH, full, *where), constants
+    beside = out if bias is None else bias
+    args = parts, own, beside, out, full * columns, columns, 4 * PITCH
+    return (kernels.messages_sum_kernel, *args, *where), dict(BIAS=bias is not None, **constants)
 
 
 def ending(this, quiet=False):
@@ -216,15 +230,14 @@ def gives_credits(group):
             expected = [(spare, spare, given, word, 1, 10 * other + 3) for other in this.others] if owed and gives else []
             put = (kernels.messages_put_kernel, *where, 0, 64, this.nodes, 1, gives), dict(NEAR=near, programs=3 if near else 1)
             for args, constants in (put, heads(this, this.others[0], 1, box, gives, 1 if near else 2)):
-                this.ctl[sync.ARRIVED.value] = owed
+                this.ctl[kernels.OWED.value] = owed
                 ctl = this.ctl.clone()
                 for credit in (USED - 1, USED):
                     this.head[1:] = credit
                     with putting() as made:
                         waited = this.run(*args, **constants)
                     assert (waited is None) == (credit == USED)
-                    if waited is None or not near or args[0] is kernels.messages_head_kernel:  # else by a program of its own
-                        assert [what for what in made if what[3] != this.head.data_ptr() + 8 * this.came(this.node)] == expected
+                    assert [what for what in made if what[3] != this.head.data_ptr() + 8 * this.came(this.node)] == expected
                 assert torch.equal(this.ctl, ctl)
 
 
@@ -243,13 +256,13 @@ def says(group):
             with putting():
                 assert this.run(*args, **constants) is None
             assert box[:4].tolist() == [70, 90, int(bad is not None), NOT_THERE] and (box[3:] == NOT_THERE).all()
-            assert (this.boxes.view(-1)[: -PITCH] == NOT_THERE).all()
+            assert (this.boxes.view(-1)[:-PITCH] == NOT_THERE).all()
         if bad is not None:
             bad[0][bad[1].value] = 0
 
 
 def comes(group):
-    """It waits for the messages of one node or of all, looks at each only then, and changes nothing."""
+    """What waits for the messages of one node or of all looks at each only then, and changes nothing."""
     for this in cases():
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
         mates = [torch.zeros(4, dtype=torch.int64) for _ in range(3)]
@@ -257,11 +270,10 @@ def comes(group):
             this.inner[0][sync.BASES.value + number] = mate.data_ptr()
             this.inner[1][sync.BASES.value + number] = mate.data_ptr()
         ctl = this.ctl.clone()
-        for peer, every in itertools.product(this.others, (False, True)):
-            first, count = (this.others[0], len(this.others)) if every else (peer, 1)
+        for peer, every in itertools.product(this.others, ("", "sum", "gather")):
 
-            def run(this=this, first=first, count=count, **how):
-                args, constants = comers(this, first, count)
+            def run(this=this, peer=peer, every=every, **how):
+                args, constants = comers(this, every) if every else comer(this, peer)
                 return this.run(*args, **constants, **how)
 
             want = CAME + kernels.SIGNALS.value
@@ -290,21 +302,81 @@ def comes(group):
                 mate.zero_()
 
 
+def adds(group):
+    """The messages of all nodes and the own rows, in fp32 and the order of the nodes, behind them the bias; once they are there."""
+    rows, columns = 2, 15
+    for this, biased in itertools.product(cases(), (False, True)):
+        numbers = torch.randn(this.nodes, rows * columns, generator=torch.Generator().manual_seed(this.nodes)).bfloat16()
+        own, numbers[this.node] = numbers[this.node].clone(), 1000.0
+        bias = torch.arange(columns).bfloat16() if biased else None
+        total = torch.zeros(rows * columns)
+        for node in range(this.nodes):
+            total += own if node == this.node else numbers[node]
+        wanted = (total.view(rows, columns) + (bias if biased else 0)).bfloat16()
+        _all_of(this, "sum", dict(columns=columns, full=rows, own=own, bias=bias), numbers, torch.empty_like(wanted), wanted)
+
+
+def gathers(group):
+    """The messages of all nodes and the own rows, in the order of the nodes, filled up with zeros; once they are there."""
+    columns = 2
+    for this, full in itertools.product(cases(), (5, 14, 15, 40)):  # of 70 rows: whole chunks, the last is short, some are empty
+        rows = [min(max(70 - (node * 3 + RANK) * full, 0), full) for node in range(this.nodes)]
+        numbers = torch.arange(1.0, 1 + this.nodes * full * columns).view(this.nodes, -1).bfloat16()
+        own, numbers[this.node] = numbers[this.node].clone(), -1.0
+        wanted = torch.zeros(this.nodes, full * columns, dtype=torch.bfloat16)
+        for node, count in enumerate(rows):
+            wanted[node, : count * columns] = (own if node == this.node else numbers[node])[: count * columns]
+        _all_of(this, "gather", dict(columns=columns, full=full, own=own), numbers, torch.empty_like(wanted), wanted)
+
+
+def _all_of(this, kind, how, numbers, out, wanted):
+    """Before the last message is there ``out`` is left alone; then it is as wanted, by one program or several, which all wait."""
+    head = 4 * kernels.HEADER.value
+    this.boxes.view(torch.bfloat16)[this.slot, :, head : head + numbers.shape[1]] = numbers
+    this.boxes[this.slot, :, :3] = torch.tensor([70, how["columns"], 0])
+    ctl = this.ctl.clone()
+    for programs, last, late in itertools.product((1, 3), (False, True), (*this.others, None)):
+        this.ctl.copy_(ctl)
+        this.head[1:] = CAME + kernels.SIGNALS.value
+        out.fill_(NOT_THERE)
+        args, constants = comers(this, kind, last, out=out, **how)
+        if late is not None:
+            this.head[this.came(late)] -= 1
+        awaited: list = []
+        before = lang._awaits_hook
+        lang.set_awaits_hook(lambda *what, awaited=awaited: awaited.append(what))
+        try:
+            waited = this.run(*args, programs=programs, **constants)
+        finally:
+            lang.set_awaits_hook(before)
+        if late is not None:
+            assert waited[1] == late and (out == NOT_THERE).all() and torch.equal(this.ctl, ctl)
+            continue
+        assert waited is None
+        want = CAME + kernels.SIGNALS.value
+        assert awaited == [(this.head.data_ptr() + 8 * this.came(peer), want) for peer in this.others] * programs
+        assert torch.equal(out, wanted), (out, wanted)
+        uses = int(ctl[sync.LAST_USE.value + this.slot])
+        assert this.ctl[sync.LAST_USE.value + this.slot] == uses + last and this.ctl[sync.ARRIVED.value] == 0
+    this.ctl.copy_(ctl)
+
+
 def ends(group):
-    """The slot was used once more, also where the wait for the messages is the end."""
-    for this, alone in itertools.product(cases(), (True, False)):
-        this.boxes[this.slot, :, :3], this.head[1:] = torch.tensor([70, 90, 0]), CAME + 2 * kernels.SIGNALS.value
+    """The slot was used once more, also where the wait for the messages is the end: by one program, when all others are done."""
+    for this, how, programs in itertools.product(cases(), ("alone", "sum", "gather"), (1, 3)):
+        this.ctl[sync.LAST_USE.value + this.slot] = USED
+        this.boxes[this.slot, :, :3], this.head[1:] = torch.tensor([70, 90, 0]), CAME + kernels.SIGNALS.value
         ctl, inner = this.ctl.clone(), [each.clone() for each in this.inner]
-        args, constants = comers(this, this.others[0], this.nodes - 1, last=True)
+        alone, (args, constants) = how == "alone", comers(this, how, last=True)
         if alone:
             args, constants = ending(this, quiet=this.nodes == 2)
         epochs: list = []
         with putting(lambda this=this, epochs=epochs: epochs.append(int(this.ctl[sync.EPOCH.value]))) as made:
-            assert this.run(*args, **constants) is None
+            assert this.run(*args, programs=1 if alone else programs, **constants) is None
         assert made == [()] * (alone and this.nodes == 2) and epochs == [int(ctl[sync.EPOCH.value])] * len(made)
         ctl[sync.LAST_USE.value + this.slot] += 1
         ctl[sync.EPOCH.value] += 1
-        ctl[sync.ARRIVED.value] = 1 + this.slot  # credits are owed for these messages
+        ctl[kernels.OWED.value] = 1 + this.slot  # credits are owed for these messages
         assert torch.equal(this.ctl, ctl) and all(map(torch.equal, this.inner, inner))
 
 
@@ -320,34 +392,47 @@ def gives_up(group):
             this.ctl[sync.FAILED.value] = 0
             with assembly():
                 assert this.run(kernel, *args, **constants) is None
-                said = record[:7].tolist()
+                said, told = record[:7].tolist(), int(this.heads[0][sync.ABORT.value])
                 assert this.run(kernel, *args, **constants) is None
             assert record[:7].tolist() == said, "the first failure is what is told"
             assert this.ctl[sync.FAILED.value] == said[0]
-            return said
+            return said, told
 
-        of_one, of_all = comers(this, peer, 1), comers(this, this.others[0], this.nodes - 1)
+        kinds = comer(this, peer), comers(this, "sum"), comers(this, "gather"), comers(this, "sum", last=True)
         for *sizes, bad in ((70, 90, 0), (70, 91, 0), (71, 90, 0), (70, 90, 1), (7, 9, 1)):
             this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
             this.boxes[this.slot, peer, :3] = torch.tensor([*sizes, bad])
             seen, what = sizes[0] * 2**32 + sizes[1], sync.PEER_FAILED if bad else sync.WRONG_MESSAGE
             right = (*sizes, bad) == (70, 90, 0)
-            for args, constants in (of_one, of_all):
-                said = failed(*args, **constants)
-                assert said == ([0] * 7 if right else [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0])
+            for args, constants in kinds:
+                this.ctl[sync.EPOCH.value], this.ctl[sync.LAST_USE.value + this.slot] = 11, USED  # some end a call
+                this.heads[0].zero_()
+                wanted = (
+                    [1, what.value, peer, 70 * 2**32 + 90, seen, 12, 0],
+                    RANK + 1,
+                )  # the others of the node are told in the same call
+                assert failed(*args, **constants) == (([0] * 7, 0) if right else wanted)
         this.boxes[this.slot, :, :3] = torch.tensor([70, 90, 0])
-        with_messages = comers(this, peer, 1, last=True)
+        with_messages = comers(this, "sum", last=True), comers(this, "gather", last=True)
         for words, word in [(ctl, sync.FAILED) for ctl in this.inner] + [(head, sync.ABORT) for head in this.heads]:
-            for args, constants in (ending(this), with_messages):
+            for args, constants in (ending(this), *with_messages):
                 this.heads[0].zero_()
                 words[word.value] = 1
                 this.ctl[sync.EPOCH.value], this.head[1:] = 11, 99 * CAME  # of the calls that are tried here
-                said = failed(*args, **constants)
-                assert said == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
+                assert failed(*args, **constants)[0] == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
                 words[word.value] = 0
+        for args, constants in with_messages:  # it does so while a message is waited for
+
+            def arrives(this=this, peer=peer):
+                this.heads[1][sync.ABORT.value], this.head[this.came(peer)] = 1, 99 * CAME
+
+            for head in this.heads:
+                head.zero_()
+            this.ctl[sync.EPOCH.value], this.head[this.came(peer)] = 11, 0
+            assert failed(*args, arrives=arrives, **constants)[0] == [1, sync.NODE_FAILED.value, this.node, 0, 0, 12, 0]
 
 
-BODIES = (waits_for_credits, puts_it, says, comes, ends, gives_credits, gives_up)
+BODIES = (waits_for_credits, puts_it, says, comes, adds, gathers, ends, gives_credits, gives_up)
 
 
 @pytest.mark.skipif(TORCHRUN, reason="the kernels run under the interpreter, whatever the heap of the ranks")
@@ -444,7 +529,7 @@ def test_who_puts(op, who, near, together, by_kernels, monkeypatch):
         assert len(post._puts.added) == 3 * by_host
         assert {record.constants["NEAR"] for record in launched} <= {near}
         ended = others.get(kernels.messages_end_kernel)
-        assert (ended is None) == (op == "gemm_rs" and (near or by_host))
+        assert (ended is None) == ((op == "gemm_rs" or together) and (near or by_host))
         assert ended is None or ended.constants["QUIET"] == (not near and not by_host)
         placed = post.place(1, 30, 64 if op == "gemm_rs" else 32, torch.bfloat16)
         for record in launched:

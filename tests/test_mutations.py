@@ -69,6 +69,9 @@ SURVIVORS: dict[str, str] = {
     "sparse_all_reduce._wait_chunks.wait:late": "the same waits for chunks, in another order",
     "sparse_all_reduce._drain._wait_chunks:late": "the waits for reduced rows before those for others: the same ones",
     "sparse_all_reduce.sparse_all_reduce_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
+    "messages.messages_*_kernel.if is_last_program:early": (
+        "all programs have seen that the messages came; what they still read is left alone until the next launch, behind this one"
+    ),
     "sync.finish.publish_set_to_all:value-1": "a credit that says too little: who waits for it waits for the next one, which comes",
     "sync.finish.if publish_set_to_all:early": "the call's number is for this rank's next launch, which begins behind this one",
     "sync.finish.store#2:+1": "one too large asks for the credit of a later call, which the peers also give: it waits longer",

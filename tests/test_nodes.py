@@ -7,6 +7,7 @@ import re
 import time
 from types import SimpleNamespace
 
+import emulated_puts
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,12 +26,17 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = (16, 40, 15, 13, 9, 4, 2, 1, 0)
 #: Whether a call is given a context, and whether it is made of all nodes' rows together; None: as the model has it.
 WAYS = ((True, True), (True, False), (False, None))
-#: The heap, and who puts messages on it: the host, kernels, or kernels that must think that the other node is far.
-HEAPS_AND_PUTS = (("shm", "auto"), *(pytest.param("nvshmem", puts, marks=pytest.mark.gpu) for puts in ("host", "auto", "far")))
+#: Who puts messages: the host, kernels, or kernels that must think that the other node is far.
+PUTS = ("host", "auto", "far")
+#: The heap, and the same; "letters": nobody, as there are none on a machine without GPUs, where puts are emulated.
+HEAPS_AND_PUTS = (("shm", "letters"), *(("shm", puts) for puts in PUTS))
+HEAPS_AND_PUTS += tuple(pytest.param("nvshmem", puts, marks=pytest.mark.gpu) for puts in PUTS)
 
 
-def start(puts="auto"):
-    os.environ["FLUXLIKE_PUTS"] = "device" if puts == "far" else puts
+def start(puts="letters"):
+    os.environ["FLUXLIKE_PUTS"] = {"letters": "auto", "far": "device"}.get(puts, puts)
+    if os.environ["FLUXLIKE_TEST_HEAP"] == "shm" and puts != "letters":
+        emulated_puts.install()
     fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
     if puts == "far":
         world.current().executor.one_host = False
@@ -207,6 +213,30 @@ def test_the_heap_grows(heap):
         assert outcome.ok, str(outcome)
 
 
+def by_turns(group, puts):
+    """Calls of the same sizes, made together and node by node, by one context."""
+    start(puts)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    case, other = RSCase(64, 16, [16] * size, torch.bfloat16, 1), AGCase(64, [16] * size, 16, torch.bfloat16, 2)
+    (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
+    rows, columns = case.expected(rank), other.whole()[1][rank]
+    with fluxlike.create_gemm_rs_context(64, 16) as rs, fluxlike.create_ag_gemm_context(64, 16, 16) as ag:
+        for turn, together in enumerate((False, False, True, True, True, False, True)):  # each slot both ways, one behind the other
+            rs.together = ag.together = together
+            same(fluxlike.gemm_rs(x, w, rs), rows, f"gemm_rs {turn}")
+            shard.neg_()  # what came before is not right any more
+            z = fluxlike.ag_gemm(shard, v, ag, m=64)
+            same(z if turn % 2 else -z, columns, f"ag_gemm {turn}")
+        rs.check(), ag.check()
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize(("heap", "puts"), HEAPS_AND_PUTS)
+def test_together_and_not_by_turns(heap, puts):
+    for outcome in run_fresh(by_turns, 4, env={"FLUXLIKE_VIRTUAL_NODES": "4"}, heap=heap, timeout=120, puts=puts):
+        assert outcome.ok, str(outcome)
+
+
 def captured(group, schedule, together, puts):
     """Calls in a CUDA graph of an odd number of calls, so that replays use one slot after itself, between eager calls."""
     start(puts)
@@ -349,9 +379,9 @@ def wrong(group, how, op, schedule, puts):
     return said, took
 
 
-WRONG = [(how, 4, "shm", "auto", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
+WRONG = [(how, 4, "shm", "letters", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
 AG_WRONG = (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))
-WRONG += [(how, 4, "shm", "auto", "ag_gemm", schedule) for how, schedule in AG_WRONG]
+WRONG += [(how, 4, "shm", "letters", "ag_gemm", schedule) for how, schedule in AG_WRONG]
 WRONG += [
     pytest.param(how, ranks, "nvshmem", puts, op, "auto", marks=pytest.mark.gpu)
     for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))

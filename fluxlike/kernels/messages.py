@@ -1,11 +1,11 @@
-"""What a GPU does about messages between nodes: it waits for them, sees what they are, and may send them itself. `ops.messages` has
-the record.
+"""What a GPU does about messages between nodes: it may send them itself, waits for them, sees what they are, puts them together.
+`ops.messages` has the record.
 """
 
 import triton
 import triton.language as tl
 
-from .lang import cta_barrier
+from .lang import any_thread, cta_barrier, is_interp
 from .puts import put_signal, quiet
 from .sync import (
     ABORT,
@@ -16,10 +16,12 @@ from .sync import (
     LAST_USE,
     NODE_FAILED,
     PEER_FAILED,
+    SCRATCH,
     WAIT_CREDIT,
     WAIT_MESSAGE,
     WRONG_MESSAGE,
     _give_up,
+    is_last_program,
     wait,
 )
 
@@ -30,8 +32,16 @@ HEADER = tl.constexpr(32)
 ROWS, COLUMNS, BAD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 #: What a message adds to its word: as much by one put as by several, each of a part.
 SIGNALS = tl.constexpr(256)
-#: Of the control block: 1 + the slot of the last call, whose messages have all been read. Nothing here counts arrivals.
-OWED = ARRIVED
+#: Of the control block: 1 + the slot of the last call, whose messages have all been read. Nothing here signals in vain.
+OWED = SCRATCH
+
+
+@triton.jit
+def _agreed(condition):
+    """The same answer for all threads: what each reads of a word that others write may differ."""
+    if not is_interp():
+        condition = any_thread(condition) != 0
+    return condition
 
 
 @triton.jit
@@ -106,13 +116,13 @@ def messages_put_kernel(
     """`messages_head_kernel`, and the puts that it is for, to ``peers`` nodes.
 
     ``nbytes`` of payload go behind their head ``to`` the own place in the slot. NEAR, on one host: they lie ``start`` bytes behind
-    ``payload``; the last program gives the credits, the one before puts the head and the others a part of them each. Else they lie
-    behind the head in ``box``, and there is one program.
+    ``payload``; the first program gives the credits, as it runs even if there is no room for all, the last one puts the head and
+    the others a part of them each. Else they lie behind the head in ``box``, and there is one program.
     """
     if NEAR:
         parts = tl.num_programs(0) - 2
-        program = tl.program_id(0)
-        if program > parts:
+        program = tl.program_id(0) - 1
+        if program < 0:
             _give_credits(head, ctl, pes, node, nodes, gives, True)
         else:
             _wait_for_credits(head, ctl, slot, node, peer, nodes, peers)
@@ -146,52 +156,139 @@ def _put(source, target, size, add, head, pes, slot, node, peer, nodes, peers):
 
 
 @triton.jit(do_not_specialize=["slot", "node", "peer", "m", "columns", "pitch", "rank"])
-def messages_came_kernel(
-    inbox, head, ctl, inner, other, slot, node, peer, rank, m, columns, pitch,
-    J: tl.constexpr, L: tl.constexpr, PEERS: tl.constexpr, LAST: tl.constexpr
+def messages_came_kernel(inbox, head, ctl, inner, slot, node, peer, rank, m, columns, pitch, J: tl.constexpr, L: tl.constexpr):
+    """What the stream holds behind this may read the message of node ``peer``, which is of this call. One program.
+
+    ``inner``: control block of a context of the node, of whose L ranks this is ``rank``.
+    """
+    _came(inbox, head, ctl, inner, slot, node, peer, 1, rank, m, columns, pitch, tl.load(ctl + LAST_USE + slot), J, L)
+
+
+@triton.jit(do_not_specialize=["slot", "node", "m", "columns", "box_pitch", "rank"])
+def messages_sum_kernel(
+    parts, own, bias, out, number, width, pitch, inbox, head, ctl, inner, other, slot, node, rank, m, columns, box_pitch,
+    J: tl.constexpr, B: tl.constexpr, BIAS: tl.constexpr, L: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """What the stream holds behind this may read the messages of node ``peer`` and of the PEERS - 1 behind it, which are of this
-    call. One program.
+    """out [number] = the sum of the messages of all other nodes, which this waits for, and ``own``; in fp32, rounded once.
+
+    In the order of the nodes; with BIAS that [width] is added last, in each row of so many elements. The messages are ``pitch``
+    elements apart in ``parts``. ``inner``, ``other``: control blocks of contexts of the node. LAST: these have no more to do in the
+    call, so that it ends here.
+    """
+    epoch, used = tl.load(ctl + EPOCH), tl.load(ctl + LAST_USE + slot)
+    _all_came(inbox, head, ctl, inner, other, slot, node, rank, m, columns, box_pitch, used, J, L, LAST)
+    pitch = pitch // 16 * 16  # a multiple, so that the compiler sees it
+    for block in range(tl.program_id(0), tl.cdiv(number, B), tl.num_programs(0)):
+        at = block.to(tl.int64) * B + tl.arange(0, B)
+        inside = at < number
+        acc = tl.zeros((B,), tl.float32)
+        for sender in tl.static_range(J):
+            row = tl.where(sender == node, own, parts + tl.full((), sender, tl.int64) * pitch)
+            acc += tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            acc += tl.load(bias + at % width, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+    if LAST:
+        if is_last_program(ctl, False):
+            _end(ctl, slot, epoch, used)
+
+
+@triton.jit(do_not_specialize=["slot", "node", "m", "columns", "box_pitch", "rank", "full"])
+def messages_gather_kernel(
+    parts, own, out, number, pitch, full, inbox, head, ctl, inner, other, slot, node, rank, m, columns, box_pitch,
+    J: tl.constexpr, B: tl.constexpr, L: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """out [J, number] = the messages of all other nodes, which this waits for, and ``own``, in the order of the nodes.
+
+    ``number`` elements are ``full`` rows; what a chunk has less of is 0. The messages are ``pitch`` elements apart in ``parts``.
+    """
+    epoch, used = tl.load(ctl + EPOCH), tl.load(ctl + LAST_USE + slot)
+    _all_came(inbox, head, ctl, inner, other, slot, node, rank, m, columns, box_pitch, used, J, L, LAST)
+    pitch = pitch // 16 * 16  # a multiple, so that the compiler sees it
+    blocks = tl.cdiv(number, B)
+    for block in range(tl.program_id(0), J * blocks, tl.num_programs(0)):
+        sender = block // blocks
+        at = (block % blocks).to(tl.int64) * B + tl.arange(0, B)
+        rows = tl.minimum(tl.maximum(m - (sender * L + rank) * full, 0), full)
+        row = tl.where(sender == node, own, parts + sender.to(tl.int64) * pitch)
+        values = tl.load(row + at, mask=at < rows.to(tl.int64) * columns, other=0.0)
+        tl.store(out + sender.to(tl.int64) * number + at, values, mask=at < number)
+    _tell_mates(ctl, inner, rank, L)  # each program, as one's wait may run out, and the first one's not
+    if LAST:
+        if is_last_program(ctl, False):
+            _end(ctl, slot, epoch, used)
+
+
+@triton.jit
+def _all_came(
+    inbox, head, ctl, inner, other, slot, node, rank, m, columns, pitch, used, J: tl.constexpr, L: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
+    """The messages of all other nodes are there, for this program. The first one looks at what they are; the others go on.
+
+    LAST: also whether a rank of this node has given up in the call.
+    """
+    if tl.program_id(0) == 0:
+        _came(inbox, head, ctl, inner, slot, node, (node + 1) % J, J - 1, rank, m, columns, pitch, used, J, L)
+        if LAST:
+            _look_back(ctl, inner, other, node, rank)
+    else:
+        for step in range(1, J):
+            sender = (node + step) % J
+            wait(head + CAME + slot * J + sender, (used + 1) * SIGNALS, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
+
+
+@triton.jit
+def _came(inbox, head, ctl, inner, slot, node, peer, peers, rank, m, columns, pitch, used, J: tl.constexpr, L: tl.constexpr):
+    """The messages of node ``peer`` and the peers - 1 behind it are there, and of this call; the slot was ``used`` so often before.
 
     If there is none, or it is worth nothing, the other ranks of the node know that before this one can pass anything on.
-    ``inner``, ``other``: control blocks of contexts of the node, of whose L ranks this is ``rank``. LAST: none of these has more to
-    do in the call, so that it ends here.
     """
     ours = m.to(tl.int64) * 4294967296 + columns.to(tl.int64)
-    for step in range(PEERS):
+    for step in range(peers):
         sender = (peer + step) % J
-        want = (tl.load(ctl + LAST_USE + slot) + 1) * SIGNALS
-        wait(head + CAME + slot * J + sender, want, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
+        wait(head + CAME + slot * J + sender, (used + 1) * SIGNALS, ctl, node, WAIT_MESSAGE, sender, 0)  # (B)
         box = inbox + (slot * J + sender).to(tl.int64) * pitch
         theirs = tl.load(box + ROWS, volatile=True) * 4294967296 + tl.load(box + COLUMNS, volatile=True)
         bad = tl.load(box + BAD, volatile=True)
-        if ((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0):
+        if _agreed(((theirs != ours) | (bad != 0)) & (_failed(ctl) == 0)):
             what = tl.where(bad != 0, PEER_FAILED, WRONG_MESSAGE)
             _give_up(ctl, node, what, sender, ours, theirs, 0)
-    if _failed(ctl):
-        for step in range(1, L):
-            mate = tl.load(inner + BASES + (rank + step) % L).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(mate + ABORT, (rank + 1).to(tl.int64), sem="relaxed", scope="sys")
-    if LAST:
-        _end(ctl, inner, other, slot, node, rank)
+    _tell_mates(ctl, inner, rank, L)
+
+
+@triton.jit
+def _tell_mates(ctl, inner, rank, L: tl.constexpr):
+    """The other ranks of the node, if a wait of this one has run out."""
+    if L > 1:
+        if _agreed(_failed(ctl)):
+            for step in range(1, L):
+                mate = tl.load(inner + BASES + (rank + step) % L).to(tl.pointer_type(tl.int64))
+                tl.atomic_xchg(mate + ABORT, (rank + 1).to(tl.int64), sem="relaxed", scope="sys")
 
 
 @triton.jit(do_not_specialize=["slot", "node", "rank"])
 def messages_end_kernel(ctl, inner, other, slot, node, rank, QUIET: tl.constexpr):
-    """The call ends, where something of it came behind the last `messages_came_kernel`. One program.
+    """The call ends, where something of it came behind its last wait for messages. One program.
 
     QUIET: what kernels put over a network may still be on its way, and the next call writes the places that it is put from.
     """
     if QUIET:
         quiet()
-    _end(ctl, inner, other, slot, node, rank)
+    _look_back(ctl, inner, other, node, rank)
+    _end(ctl, slot, tl.load(ctl + EPOCH), tl.load(ctl + LAST_USE + slot))
 
 
 @triton.jit
-def _end(ctl, inner, other, slot, node, rank):
-    """The slot set was used once more, and if a rank of this node gave up in the call, it failed."""
-    if (_given_up(inner, rank) | _given_up(other, rank)) & (_failed(ctl) == 0):
+def _look_back(ctl, inner, other, node, rank):
+    """If a rank of this node gave up in the call, it failed."""
+    if _agreed((_given_up(inner, rank) | _given_up(other, rank)) & (_failed(ctl) == 0)):
         _give_up(ctl, node, NODE_FAILED, node, 0, 0, 0)
-    tl.store(ctl + LAST_USE + slot, tl.load(ctl + LAST_USE + slot) + 1)
-    tl.store(ctl + EPOCH, tl.load(ctl + EPOCH) + 1)
+
+
+@triton.jit
+def _end(ctl, slot, epoch, used):
+    """The slot set was used once more. By one program, when no other has anything more to read."""
+    tl.store(ctl + LAST_USE + slot, used + 1)
+    tl.store(ctl + EPOCH, epoch + 1)
     tl.store(ctl + OWED, slot.to(tl.int64) + 1)
+    tl.store(ctl + ARRIVED, 0)

@@ -26,7 +26,7 @@ from ..kernels import messages as kernels
 from ..kernels import puts
 from ..runtime import world
 from . import cost, tiling
-from .messages import Launch, Places, Puts
+from .messages import Launch, Puts
 
 #: Bytes of a payload for each program that puts a part of it, and the most of these.
 _PART, _PARTS = 8 << 10, kernels.SIGNALS.value // 2
@@ -98,9 +98,6 @@ class KernelPuts(Puts):
             parts *= 2
         constants = {"NEAR": self._near, **self._linked}
         return kernels.messages_put_kernel, parts + 2 if self._near else 1, args, constants, _PUT
-
-    def receive(self, nodes: list[int], places: Places, last: bool) -> None:
-        super().receive(nodes, places, last and self._near)
 
     def read(self, node: int) -> None:
         """The next call gives the credit."""

@@ -8,7 +8,9 @@ A rank has a counterpart on every other node, and sends each one message a call.
     send_rows(whole, first, rows, node) the same of rows that are elsewhere; nothing runs beside
     send_to_all(x, alone)               the same payload to all others, the one before this first; alone: nothing runs beside
     places(rows, columns, dtype)        [J, rows, columns]: where the payloads of all nodes come, and a place for the own one
-    receive(nodes, places, last)        what follows may read the payloads of these nodes; last: it has no call inside the node
+    receive(node, place)                what follows may read the payload of this node
+    total(parts, own, y, bias)          all of them are waited for and added; no call inside the node follows
+    gather(x, rows, full)               all of them are waited for and put together; what follows may read only that
     read(node)                          what follows does not read it any more
     end()                               all that was sent has left its place
 
@@ -19,9 +21,9 @@ and the sizes, and no number of a call: the words are counters, by ADD, and what
 * (A) the credit: the receiver's stream adds one to the word (slot, receiver) of the sender behind the last kernel that reads the
   message → ``wait`` of the kernel that writes the head, for as many as the slot was used before. The counterpart's own message of
   the call between would say as much if slots took turns; but in a graph of one call each replay uses the same slot.
-* (B) put-with-signal: NVSHMEM adds `SIGNALS` to the word (slot, sender) of the receiver behind the payload → ``wait`` of
-  ``messages_came_kernel`` for that more than the slot's uses before made, which then looks at the head. So a message may be put in
-  parts, and the receiver need not know in how many.
+* (B) put-with-signal: NVSHMEM adds `SIGNALS` to the word (slot, sender) of the receiver behind the payload → ``wait`` of the
+  kernel that reads it, or lets others, for that more than the slot's uses before made, which then looks at the head. So a message
+  may be put in parts, and the receiver need not know in how many.
 
 *What is worth nothing.* A kernel whose wait runs out goes on with whatever is there. So the head says the sizes of the call, and
 whether, up to the payload, a wait of the sender ran out or a rank of its node had given up. The receiver reports either, and
@@ -31,8 +33,9 @@ publish what is worth nothing just before the abort words are out; and a rank wh
 message, into a slot that a peer, late by more than the limit, may be reading.
 
 *Few launches*, as each takes the host some microseconds, which limit short calls: (A) is waited for where the head is written, not
-by a kernel of its own; gemm_rs, which needs all messages at once, waits for them in one, which also ends the call. A call of
-ag_gemm inside the node comes behind its last message, so it ends by ``messages_end_kernel``.
+by a kernel of its own; where all messages are needed at once, each program of the kernel that adds them, or puts them together,
+waits for them. If no call inside the node can fail behind it, its last program to arrive ends the call: in gemm_rs, and where nodes
+have one rank each in an ag_gemm that is made together. Else ``messages_end_kernel`` does.
 
 Puts go by a stream of their own, each behind the kernel that writes its head, which waits for (A). The next call writes the places
 to send from behind ``end``, which joins that stream. Waits are bounded, and name the rank and its node: NVSHMEM's own waits of
@@ -57,6 +60,7 @@ import torch
 
 from ..kernels import messages as kernels
 from ..kernels import sync
+from ..kernels.tiles import cdiv
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
@@ -67,14 +71,15 @@ from .group import PLANS, REPORT_WORDS
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
 GAVE_UP = -1
-#: Where the payloads of nodes come: [J, rows, columns], or for each node [rows, columns].
-Places = torch.Tensor | dict[int, torch.Tensor]
 #: Kernel, programs, arguments, constants, and how it is compiled.
 Launch = tuple[Any, int, tuple, dict[str, Any], tiling.Tiling]
 #: In front of a payload.
 HEADER_BYTES = 8 * kernels.HEADER.value
 #: How a kernel of one program is compiled that waits and signals.
 ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
+#: The same of those that go over all payloads, in blocks of so many elements, by so many programs a multiprocessor: that many
+#: loads keep its memory busy.
+_OVER, _BLOCK, _OVERS = tiling.Tiling(0, 0, 0, 1, 4, 1, False), 1024, 4
 
 
 class Messages:
@@ -160,11 +165,24 @@ class Letters(Messages):
         for node in self.before:
             self.send(x, node)
 
-    def receive(self, nodes: list[int], places: Places, last: bool) -> None:
-        for node in nodes:
-            self._receive(node, places[node])
+    def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias), with ``own`` [rows, N] for that of this one."""
+        for node in self.next:
+            self.receive(node, parts[node])
+        total = torch.zeros(y.shape, device=y.device)
+        for node in range(len(self.nodes)):
+            total += own if node == self.node else parts[node]
+        y.copy_(total if bias is None else total + bias)
 
-    def _receive(self, node: int, place: torch.Tensor) -> None:
+    def gather(self, x: torch.Tensor, rows: Sequence[int], full: int) -> torch.Tensor:
+        """[J · full, K]: ``rows[j]`` of node j, filled up with zeros; x [rows, K] are those of this one."""
+        shards = {node: self.place(node, rows[node], x.shape[1], x.dtype) for node in self.next}
+        for node, shard in shards.items():
+            self.receive(node, shard)
+        shards[self.node] = x
+        return torch.cat([filled(shards[node], full) for node in range(len(self.nodes))])
+
+    def receive(self, node: int, place: torch.Tensor) -> None:
         source, theirs = self.peer(node), torch.empty_like(self.header)
         self.control.receive(theirs, source, self._tag, self.op)
         if theirs[0] == GAVE_UP:
@@ -197,6 +215,16 @@ class Letters(Messages):
 
     def close(self, everyone: bool) -> None:
         """No memory of its own."""
+
+
+def filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with so many rows."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
+
+
+def _aligned(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """What a kernel is compiled for, of addresses."""
+    return tuple(t.data_ptr() % 16 for t in tensors)
 
 
 def _said(header: torch.Tensor) -> str:
@@ -357,17 +385,49 @@ class Puts(Messages):
         for node in self.before:
             self._put(place, node)
 
-    def receive(self, nodes: list[int], places: Places, last: bool) -> None:
-        """``nodes``: one or all, in the order of `next`."""
-        key = "came", self._slot, nodes[0], self._sizes
-        self._run(key, lambda: self._came_launch(nodes, last))
-        self._ended = last
+    def receive(self, node: int, place: torch.Tensor) -> None:
+        self._run(("came", self._slot, node, self._sizes), lambda: self._came_launch(node))
 
-    def _came_launch(self, nodes: list[int], last: bool) -> Launch:
-        where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), self._slot, self.node, nodes[0]
+    def _came_launch(self, node: int) -> Launch:
+        where = self.inbox.view(torch.int64), self.head, self.ctl, self._inner.ctl, self._slot, self.node, node
         args = *where, self._inner.rank, *self._sizes, self._pitch // 8
-        constants = {"J": len(self.nodes), "L": self._inner.size, "PEERS": len(nodes), "LAST": last}
-        return kernels.messages_came_kernel, 1, args, constants, ONE
+        return kernels.messages_came_kernel, 1, args, {"J": len(self.nodes), "L": self._inner.size}, ONE
+
+    def _all_came(self, last: bool) -> tuple[tuple, dict[str, Any]]:
+        """Arguments and constants of a kernel that waits for all messages; ``last``: nothing behind it can fail."""
+        self._ended = last and not self._ending["QUIET"]
+        where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), self._slot, self.node
+        args = *where, self._inner.rank, *self._sizes, self._pitch // 8
+        return args, {"J": len(self.nodes), "B": _BLOCK, "L": self._inner.size, "LAST": self._ended}
+
+    def _over(self, number: int) -> int:
+        """Programs that go over so many elements."""
+        blocks = max(1, cdiv(number, _BLOCK))
+        return min(blocks, _OVERS * self._inner.programs(blocks))
+
+    def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        tensors = parts, own, y if bias is None else bias, y
+        came, constants = self._all_came(True)
+
+        def launch() -> Launch:
+            args = *tensors, y.numel(), y.shape[1], parts.stride(0), *came
+            return kernels.messages_sum_kernel, self._over(y.numel()), args, {"BIAS": bias is not None, **constants}, _OVER
+
+        key = "sum", self._slot, self._sizes, bias is None, *_aligned(tensors)
+        self._run(key, launch, (0, 1, 2, 3), tensors)
+
+    def gather(self, x: torch.Tensor, rows: Sequence[int], full: int) -> torch.Tensor:
+        parts, x = self.places(full, x.shape[1], x.dtype), x.contiguous()
+        whole = x.new_empty(len(self.nodes) * full, x.shape[1])
+        tensors = parts, x, whole
+        came, constants = self._all_came(self._inner.size == 1)
+
+        def launch() -> Launch:
+            args = *tensors, full * x.shape[1], parts.stride(0), full, *came
+            return kernels.messages_gather_kernel, self._over(whole.numel()), args, constants, _OVER
+
+        self._run(("gather", self._slot, self._sizes, *_aligned(tensors)), launch, (0, 1, 2), tensors)
+        return whole
 
     def read(self, node: int) -> None:
         word = self._once(("read", self._slot), lambda: self._word((2 + self._slot) * len(self.nodes) + self.node))

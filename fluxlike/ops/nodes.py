@@ -40,20 +40,14 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from ..kernels.nodes import sum_over_nodes_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
 from . import choice, cost, keeping, validate
-from .exchange import Compiled
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
-from .messages import Letters, Puts
+from .messages import Letters, Puts, filled
 
-#: How the sum over nodes is compiled, and the elements of a block of it.
-_SUM, _BLOCK = Compiled(warps=4), 1024
-#: Programs of it a multiprocessor: that many loads keep its memory busy.
-_SUMS = 4
 #: Rows up to which there is memory to make a call of all nodes' rows together.
 TOGETHER = 1024
 
@@ -203,22 +197,6 @@ class NodesContext(Held):
         sent = self.messages.latency_alone + others * nbytes / self.messages.rate
         return cost.ARRANGED[self.op] + sent + 2 * self.size * nbytes / self.inner.tuned.memory
 
-    def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias), with ``own`` [rows, N] for that of this one."""
-        number = y.numel()
-        if number:
-            tensors = parts, own, y if bias is None else bias, y
-            key = "sum", y.shape, parts.stride(0), bias is None, *[t.data_ptr() % 16 for t in tensors]
-
-            def make() -> Any:
-                args = *tensors, number, y.shape[1], parts.stride(0), self.node
-                constants = {"J": len(self.nodes), "B": _BLOCK, "BIAS": bias is not None}
-                blocks = cdiv(number, _BLOCK)
-                programs = min(blocks, _SUMS * self.inner.programs(blocks))
-                return self.inner.prepare(sum_over_nodes_kernel, programs, args, constants, _SUM, (0, 1, 2, 3))
-
-            self.inner.plan(key, make)[1](tensors)
-
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
         if self._error is None:
@@ -330,17 +308,12 @@ class _Call:
         """Rows of this rank's counterpart on a node."""
         return rows_of(self.m, self.ctx.size, self.ctx.messages.peer(node), self.full)
 
-    @staticmethod
-    def filled(x: torch.Tensor, rows: int) -> torch.Tensor:
-        """x with so many rows."""
-        return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])])
-
     def by_rank(self, x: torch.Tensor) -> torch.Tensor:
         """All chunks, filled up to be whole, in the order of (l, j)."""
         local, height = self.ctx.inner.size, self.ctx.size * self.full
         if local == 1:
-            return self.filled(x, height)
-        chunks = self.filled(x, height).unflatten(0, (len(self.ctx.nodes), local, self.full))
+            return filled(x, height)
+        chunks = filled(x, height).unflatten(0, (len(self.ctx.nodes), local, self.full))
         return chunks.transpose(0, 1).reshape(height, x.shape[1])
 
     def by_node(self, x: torch.Tensor) -> torch.Tensor:
@@ -389,8 +362,7 @@ def gemm_rs(
                     post.send(place, node)
                 own = parts[ctx.node]
                 local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full)
-            post.receive(post.next, parts, last=True)
-            ctx.total(parts, own, y, bias)
+            post.total(parts, own, y, bias)
             for node in post.next:
                 post.read(node)
         call.told(post.bytes)
@@ -434,9 +406,8 @@ def _one_by_one(
     for node in (ctx.node, *post.next):
         shard = x
         if node != ctx.node:
-            places = post.places(call.rows_of_peer(node), x.shape[1], x.dtype)
-            shard = places[node]
-            post.receive([node], places, last=False)
+            shard = post.places(call.rows_of_peer(node), x.shape[1], x.dtype)[node]
+            post.receive(node, shard)
         rows = call.rows(node)
         part = None if gathered is None else gathered[rows]
         local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
@@ -457,10 +428,7 @@ def _together(
     from . import ag_gemm as local
 
     post, count, height = call.ctx.messages, len(call.ctx.nodes), call.ctx.size * call.full
-    shards = {node: post.places(call.rows_of_peer(node), x.shape[1], x.dtype)[node] for node in post.next}
-    post.receive(post.next, shards, last=False)
-    shards[call.ctx.node] = x
-    whole = torch.cat([call.filled(shards[node], call.full) for node in range(count)])
+    whole = post.gather(x, [call.rows_of_peer(node) for node in range(count)], call.full)
     for node in post.next:
         post.read(node)
     wanted = [*results, *([] if gathered is None else [gathered])]

@@ -224,15 +224,7 @@ class Bench:
                 if mode == "graph":
                     self.capture(method)
                     self.check(problem, method)
-        long = self.warm_up(self.alive(measured), per_call)
-        turn, worked, enough = 0, 0.0, TIMED_LONG_MS if long and not self.asked.rounds else 0.0
-        while self.alive(measured) and (turn < self.rounds or worked < enough):
-            for method in tuning.in_turn(self.alive(measured), turn):
-                with self.guard(method):
-                    ms = self.time(method, method.row.iters)
-                    method.row.rounds_ms.append(ms / per_call)
-                    worked += ms * (method.row.iters + 1)
-            turn += 1
+        self.take_turns(measured, per_call)
         for method in self.alive(measured):
             with self.guard(method):
                 if mode == "eager" and self.cuda:
@@ -244,6 +236,18 @@ class Bench:
             if not self.cuda:
                 method.row.rounds_ms = []
         return [method.row for method in measured]
+
+    def take_turns(self, methods: Sequence[Method], per_call: int) -> None:
+        """The rounds, of which each call is ``per_call`` calls of the operation."""
+        long = self.warm_up(self.alive(methods), per_call)
+        turn, worked, enough = 0, 0.0, TIMED_LONG_MS if long and not self.asked.rounds else 0.0
+        while self.alive(methods) and (turn < self.rounds or worked < enough):
+            for method in tuning.in_turn(self.alive(methods), turn):
+                with self.guard(method):
+                    ms = self.time(method, method.row.iters)
+                    method.row.rounds_ms.append(ms / per_call)
+                    worked += ms * (method.row.iters + 1)
+            turn += 1
 
     @staticmethod
     def alive(methods: Sequence[Method]) -> list[Method]:

@@ -77,11 +77,7 @@ class Tuner:
             with bench.guard(method):
                 bench.first(method)
                 bench.check(problem, method, 3)
-        bench.warm_up(bench.alive(methods))
-        for turn in range(bench.rounds):
-            for method in tuning.in_turn(bench.alive(methods), turn):
-                with bench.guard(method):
-                    method.row.rounds_ms.append(bench.time(method, method.row.iters))
+        bench.take_turns(methods, 1)
         for method in bench.alive(methods):
             with bench.guard(method):
                 bench.check(problem, method)

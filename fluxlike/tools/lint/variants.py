@@ -86,7 +86,8 @@ class Report:
 
 def between_nodes(op: str) -> list[Case]:
     """Calls that reach all that is launched for messages; of "auto" one with many rows, as the host puts those."""
-    return [Case(op, "decomposed", "parts" if puts == "auto" else "large", nodes=2, puts=puts) for puts in PUTS]
+    found = [Case(op, "decomposed", "parts" if puts == "auto" else "large", nodes=2, puts=puts) for puts in PUTS]
+    return found if op == "gemm_rs" else [*found, Case(op, "decomposed", "small", nodes=4)]
 
 
 def cases(capability: int) -> list[Case]:
@@ -176,18 +177,26 @@ def launches(case: Case, capability: int) -> list[Launch]:
         return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
 
-def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int, last: bool) -> dict[str, int]:
-    """Operations in the source of a kernel, whatever it is compiled for. ``last``: messages with which a call ends."""
+#: What waits for messages between nodes.
+COME = ("messages_came_kernel", "messages_sum_kernel", "messages_gather_kernel")
+
+
+def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int, last: bool, mates: bool) -> dict[str, int]:
+    """Operations in the source of a kernel, whatever it is compiled for.
+
+    Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
+    """
     # waits for words: for everything at once, and for the results of each
     looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
     counts["volatile load"] = 3 * waits + 5 * looks  # words are their own flag, so a look is a plain one that may not be left out
     counts["asm fence.acq_rel.sys"] = waits + looks  # a record of a failure is complete before the host is told of it
-    # what a message says, what has failed and who gave up are looked at anew in each call; two of these kernels make such records
-    came = name == "messages_came_kernel"
+    # what a message says, what has failed and who gave up are looked at anew in each call; most of these kernels make such records
+    came = name in COME
     ended = int(last or name == "messages_end_kernel")
-    counts["volatile load"] += 5 * (name in ("messages_head_kernel", "messages_put_kernel")) + 6 * came + 6 * ended
+    counts["volatile load"] += 5 * (name in ("messages_head_kernel", "messages_put_kernel")) + (5 + mates) * came + 6 * ended
+    counts["volatile load"] += mates * (name == "messages_gather_kernel")
     counts["asm fence.acq_rel.sys"] += came + ended
     return counts
 
@@ -199,7 +208,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     peers, copies = given.get("R", 1) - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
-    owned = int(given.get("OWNED", False))
+    owned, last = int(given.get("OWNED", False)), int(given.get("LAST", False))
     readers = (owners if scatter else peers) * rooted
     waits, releases, arrivals, loops = {
         # credits and partials; the two publications, in the loop and behind it, and the credits, which are one release; where the
@@ -243,20 +252,20 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # credits, and those that it may give; messages
         "messages_head_kernel": (1, int(given.get("GIVES", 0) > 0), 0, 0),
         "messages_came_kernel": (1, 0, 0, 0),
+        # messages, by the first program and the others; the end of the call
+        "messages_sum_kernel": (2, 0, last, 0),
+        "messages_gather_kernel": (2, 0, last, 0),
         "messages_end_kernel": (0, 0, 0, 0),
         # credits; those that it gives, and the puts
         "messages_put_kernel": (1, 2, 0, 0),
         # what the stream orders needs no signals
-        "sum_over_nodes_kernel": (0, 0, 0, 0),
         "sparse_sums_kernel": (0, 0, 0, 0),
         "sparse_index_count_kernel": (0, 0, 0, 0),
         "sparse_index_slots_kernel": (0, 0, 0, 0),
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather, given.get("LAST", False))
-    if launch.name == "sum_over_nodes_kernel":
-        launch = replace(launch, payload=())
+    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather, bool(last), given.get("L", 1) > 1)
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
