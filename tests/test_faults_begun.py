@@ -75,6 +75,8 @@ CASES = {
     "gemm_rs, product": (products("gemm_rs", "sequential"), lambda ctx: (ctx.world.executor, "multiply")),
     "ag_gemm, product": (products("ag_gemm", "sequential"), lambda ctx: (ctx.world.executor, "multiply")),
     "gemm_ar, product": (products("gemm_ar", None), lambda ctx: (ctx.world.executor, "multiply")),
+    "gemm_rs, stream": (products("gemm_rs", "in_kernel"), lambda ctx: (ctx.world.executor, "on_same_stream")),
+    "ag_gemm, board": (products("ag_gemm", "in_kernel"), lambda ctx: (ctx.board, "_look")),  # behind the entry
     "sparse_all_reduce, result": (of_sparse(), lambda ctx: (ctx, "run")),
 }
 

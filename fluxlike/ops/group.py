@@ -148,7 +148,13 @@ class GroupContext(Held):
         shown = ", ".join([f"{name}={value}" for name, value in sizes.items()])
         with self.control.lock:
             self._calls += 1
-            self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
+            try:
+                self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
+            except CallMismatch:
+                raise
+            except BaseException as error:  # the peers may have seen it
+                self._broken(error)
+                raise
 
     def begin(self, path: str, **sizes: Any) -> None:
         """Start a call: `record` it, order it behind the last one. ``path``: how it is made.
@@ -157,11 +163,15 @@ class GroupContext(Held):
         too: if one GPU began with the one and another with the other, each would wait for what the other has no room for.
         """
         self.record(**sizes)
-        self._stream = self.world.executor.on_same_stream(self._stream)
-        for wait in tuple(self.world.ahead):
-            wait()
-        self.stats["calls"] += 1
-        self.last_path = path
+        try:
+            self._stream = self.world.executor.on_same_stream(self._stream)
+            for wait in tuple(self.world.ahead):
+                wait()
+            self.stats["calls"] += 1
+            self.last_path = path
+        except BaseException as error:  # the peers have seen it
+            self._broken(error)
+            raise
 
     def begun(self) -> "_Begun":
         """A ``with`` for the rest of a call that has begun: what ends it in the middle, as no memory, ends this context.
