@@ -12,6 +12,7 @@ _HOME = {
     "init": "runtime.world",
     "finalize": "runtime.world",
     "is_initialized": "runtime.world",
+    "CallMismatch": "runtime.errors",
     "PeerTimeout": "runtime.errors",
     "create_gemm_rs_context": "ops.gemm_rs",
     "gemm_rs": "ops.gemm_rs",
@@ -33,6 +34,7 @@ _HOME = {
 }
 _MODULES = {"nn": ".nn", "reference": ".ops.reference", "topology": ".topology"}
 __all__ = [
+    "CallMismatch",
     "PeerTimeout",
     "__version__",
     "ag_gemm",
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
         sparse_reduce_scatter,
     )
     from .ops.sparse_hook import sparse_allreduce_hook
-    from .runtime.errors import PeerTimeout
+    from .runtime.errors import CallMismatch, PeerTimeout
     from .runtime.world import finalize, init, is_initialized
 
 

@@ -4,6 +4,7 @@ Nothing here ends a process, so the same tests run on GPUs under torchrun. A wai
 it shows that nobody waited for them.
 """
 
+import dataclasses
 import os
 import time
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import LIMIT_S, OPS, call, make_context, told, works
-from ranks import LARGEST, device, run_ranks
+from ranks import LARGEST, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import sync
@@ -132,6 +133,44 @@ def kept_contexts(group):
 
 def test_contexts_that_are_kept():
     run_ranks(kept_contexts, 2)
+
+
+def first_calls(group):
+    """A first call without a context: both are told of the call that they made, and what to do, before anything is made."""
+    rank = dist.get_rank(group)
+    w = torch.ones(16, 8, device=device(), dtype=torch.float16)  # of which no other test makes such calls
+    for op, rows, said_m, words in (
+        ("gemm_rs", (32, 40), ("M=32, N=16", "M=40, N=16"), "the same on all ranks"),
+        ("gemm_ar", (3, 4), ("M=3, N=16", "M=4, N=16"), "the same on all ranks"),
+        ("ag_gemm", (16, 24), ("M=32, K=8", "M=48, K=8"), "pass m= where ranks have different rows"),
+    ):
+        x = torch.ones(rows[rank], 8, device=device(), dtype=torch.float16)
+        said, took = told(lambda: getattr(fluxlike, op)(x, w, group=group), ValueError)  # noqa: B023
+        first, second = dist.get_process_group_ranks(group)
+        expected = f"CallMismatch: {op}: rank {first} calls it with {said_m[0]} and rank {second} with {said_m[1]}"
+        assert expected in said and words in said and took < SOON_S, said
+    works(group)
+
+
+def test_first_calls_of_different_sizes():
+    run_ranks(first_calls, 2)
+
+
+def by_different_ways(group):
+    """The same sizes by another transport, as where one rank alone wants a gradient: told at once, not after the limit."""
+    rank = dist.get_rank(group)
+    with fluxlike.create_gemm_rs_context(64, 32, 32, torch.float32, group) as ctx:
+        made = ctx.choose(ctx.problem(64, 32, 32, 32))
+        transport = ("in_kernel", "copy_engine")[rank]
+        ctx.use(dataclasses.replace(made, transport=transport))
+        x, w = torch.ones(64, 16, device=device()), torch.ones(32, 16, device=device())
+        said, took = told(partial(fluxlike.gemm_rs, x, w, ctx), ValueError)
+        assert "CallMismatch" in said and "by=in_kernel" in said and "by=copy_engine" in said and took < SOON_S, said
+    works(group)
+
+
+def test_ranks_that_make_a_call_by_different_transports():
+    run_ranks(by_different_ways, 2)
 
 
 def wrap(group):
@@ -350,6 +389,21 @@ def exhausts(group):
         assert took < SOON_S
     assert world.current().heap.in_use == before
     works(group)
+
+
+def grows_by_turns(group):
+    """Many rows of few columns, few of many: a context for the most of both has no room, and one for each call has."""
+    fluxlike.init(heap="shm", heap_bytes=8 << 20)
+    pair = dist.new_group([0, 1])  # for which the heap does not grow
+    for m, n in ((4096, 16), (16, 512)) * 2 if dist.get_rank() < 2 else ():
+        assert fluxlike.gemm_rs(torch.ones(m, 4), torch.ones(n, 4), group=pair).eq(8).all(), (m, n)
+    dist.barrier()
+    fluxlike.finalize()
+
+
+def test_kept_contexts_that_cannot_grow_in_both_sizes():
+    for outcome in run_fresh(grows_by_turns, 3):
+        assert outcome.ok, str(outcome)
 
 
 def test_an_exhausted_heap():

@@ -389,6 +389,10 @@ def refused(group):
         whole = DTensor.from_local(x, mesh, [Replicate()])
         return parallelize_module(nn.Linear(8, 2 * size), mesh, colwise)(whole.redistribute(mesh, [Shard(1)]))
 
+    def patched(linear):
+        linear.forward = lambda x: x  # as libraries do that hook into models
+        return linear
+
     class Odd(nn.Linear):
         def forward(self, x):
             return -super().forward(x)
@@ -415,6 +419,7 @@ def refused(group):
         ("in_features=5 is not a multiple", lambda: parallelize_module(nn.Linear(5, 8), mesh, rowwise)),
         ("is a LayerNorm", lambda: parallelize_module(nn.LayerNorm(8), mesh, colwise)),
         ("is a Odd", lambda: parallelize_module(Odd(8, 8), mesh, colwise)),
+        ("a Linear with a forward of its own", lambda: parallelize_module(patched(nn.Linear(8, 8)), mesh, colwise)),
         ("torch.distributed.tensor.parallel.ColwiseParallel", lambda: layers.ColwiseParallel(input_layouts=Replicate())),
         ("torch.distributed.tensor.parallel.RowwiseParallel", lambda: layers.RowwiseParallel(output_layouts=Shard(-1))),
         ("is not Shard(-1), the features", lambda: layers.RowwiseParallel(input_layouts=Replicate())),

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 from functools import partial
 
 import pytest
@@ -64,6 +65,43 @@ def pickled(group):
 
 def test_models_can_be_pickled():
     run_ranks(pickled, 2)
+
+
+@on_device
+def elsewhere(group):
+    """The name of a group is that of another one in another job."""
+    row = fluxlike.nn.RowParallelLinear(4, 8, group=group)
+    state = row.__getstate__()
+    name, ranks = state["group"]
+    other = object.__new__(type(row))
+    for found, group_here in ((f"one of ranks {ranks}", (name, [*ranks, 99])), ("not there", ("no such group", ranks))):
+        with pytest.raises(ValueError, match=re.escape(found) + ".*make the groups in the same order.*state_dict"):
+            other.__setstate__(state | {"group": group_here})
+    other.__setstate__(state)
+    assert other.group is group
+
+
+def test_a_layer_s_group_is_of_the_same_ranks_where_it_is_loaded():
+    run_ranks(elsewhere, 2)
+
+
+@on_device
+def ended_between(group):
+    """A forward that ended behind the first of the layers that share a gather: copies of the model are without what it left."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    _, x, shard = both(group)
+    ours = parallel(model(), mesh, shared=True)
+    ours.gate(shard.clone().requires_grad_())
+    file = io.BytesIO()
+    torch.save(ours, file)
+    again = copy.deepcopy(ours)
+    assert not again.gate.shared.waiting and again.gate.shared.input is None
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    close(again(shard), model()(x).chunk(size, 1)[rank], "a copy")
+
+
+def test_a_forward_that_was_ended_leaves_a_model_that_can_be_copied():
+    run_ranks(ended_between, 2)
 
 
 def blocks(group):

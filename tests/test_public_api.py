@@ -52,7 +52,8 @@ def bare(function) -> str:
 
 
 def test_all():
-    assert sorted(fluxlike.__all__) == sorted(["PeerTimeout", "__version__", "nn", "reference", "topology", *SIGNATURES])
+    others = ["CallMismatch", "PeerTimeout", "__version__", "nn", "reference", "topology"]
+    assert sorted(fluxlike.__all__) == sorted([*others, *SIGNATURES])
     assert set(dir(fluxlike)) >= set(fluxlike.__all__)
     for name in fluxlike.__all__:
         assert getattr(fluxlike, name) is not None
@@ -87,7 +88,7 @@ def test_every_public_name_has_a_docstring_and_types():
 
 
 def test_peer_timeout_is_a_runtime_error():
-    assert issubclass(fluxlike.PeerTimeout, RuntimeError)
+    assert issubclass(fluxlike.PeerTimeout, RuntimeError) and issubclass(fluxlike.CallMismatch, ValueError)
 
 
 def test_typed():

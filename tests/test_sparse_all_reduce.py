@@ -466,6 +466,32 @@ def in_both(group, order, ahead, tie):
     assert table.weight.grad._nnz() > 0
 
 
+def averages_over_all(group):
+    """The hook without a group: over all ranks, as torch's for dense buckets, though fluxlike knows fewer."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    fluxlike.init(alone, heap="shm", heap_bytes=16 << 20)
+
+    def gradient():
+        ddp = DistributedDataParallel(nn.Embedding(4, 1, sparse=True))
+        ddp.register_comm_hook(None, fluxlike.sparse_allreduce_hook)
+        ddp(torch.tensor([rank])).sum().backward()
+        return ddp.module.weight.grad.to_dense().flatten().tolist()
+
+    with pytest.raises(ValueError, match=r"outside the group given to fluxlike\.init"):
+        gradient()
+    fluxlike.finalize()
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    assert gradient() == [0.5, 0.5, 0, 0]
+    fluxlike.finalize()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="it begins fluxlike anew")
+def test_the_hook_without_a_group_averages_over_all_ranks():
+    for outcome in run_fresh(averages_over_all, 2):
+        assert outcome.ok, str(outcome)
+
+
 class Turns(nn.Module):
     """Embeddings that take turns, and what is behind them."""
 

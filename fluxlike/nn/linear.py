@@ -143,10 +143,23 @@ class InGroup(nn.Module):
     group: dist.ProcessGroup
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"group": self.group.group_name}
+        return vars(self) | {"group": (self.group.group_name, dist.get_process_group_ranks(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"group": group_of(state["group"])})
+        """ValueError if the group of that name, which torch counts up, is not of the same ranks here."""
+        name, ranks = state["group"]
+        try:
+            group = group_of(name)
+            here = dist.get_process_group_ranks(group)
+        except (RuntimeError, ValueError):
+            here = None
+        if here != ranks:
+            found = "not there" if here is None else f"one of ranks {here}"
+            raise ValueError(
+                f"{type(self).__name__}: it was pickled with the group {name!r} of ranks {ranks}, which is {found} in this job; "
+                "make the groups in the same order, or load a state_dict into a layer of this job"
+            )
+        super().__setstate__(state | {"group": group})
 
 
 class _Layer(InGroup):

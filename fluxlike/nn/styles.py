@@ -35,9 +35,11 @@ class _Style(ParallelStyle):
     def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
         """Shard the parameters of a linear layer, and give it the forward of ``kind``."""
         name = f"fluxlike.nn.{type(self).__name__}"
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        patched = "forward" in vars(module)
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or patched:
+            kind_of = f"{type(module).__name__}{' with a forward of its own' if patched else ''}"
             raise ValueError(
-                f"{name}: the module is a {type(module).__name__}; it must be an nn.Linear with nn.Linear's own forward, which is "
+                f"{name}: the module is a {kind_of}; it must be an nn.Linear with nn.Linear's own forward, which is "
                 "what is replaced; name its linear layers in the plan"
             )
         if mesh.ndim != 1:
@@ -223,6 +225,10 @@ class _Shared:
         self.recorded = False
         self.first = ""
         self.waiting: dict[str, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a forward that was ended in between has left: results of a graph cannot be copied."""
+        return vars(self) | {"input": None, "waiting": {}}
 
     def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
         name = next(name for name, other in zip(self.names, self.layers, strict=True) if other is layer)

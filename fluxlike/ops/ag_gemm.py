@@ -156,7 +156,8 @@ def call(
     with control.lock:
         if ctx is None:
             columns = sum(w.shape[0] for w in weights)
-            ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=columns)
+            sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+            ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
@@ -209,7 +210,8 @@ def gather_beside(
     _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)
     k = x_shard.shape[1]
     with control.lock:
-        ctx = kept(AGGemmContext, control, x_shard.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, group, n_here=cdiv(k, control.size))
+        sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+        ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=cdiv(k, control.size))
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         gathered = x_shard.new_empty(m, k)
         if m and k:

@@ -114,8 +114,11 @@ class Context(GroupContext):
         self.scratch = self.lasting(max(16, self._exchanged // self.dtype.itemsize), dtype=self.dtype)
 
     def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
-        """`begin` a call, and choose the slot set. ``tile``: None where torch multiplies."""
-        self.begin(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes)
+        """`begin` a call, and choose the slot set. ``tile``: None where torch multiplies.
+
+        Ranks that make a call of the same sizes by different transports would wait for each other.
+        """
+        self.begin(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes, by=transport)
         self._set ^= 1
         return self._set
 
@@ -241,11 +244,18 @@ class Context(GroupContext):
 
 
 def kept(
-    kind: Any, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, int], group: dist.ProcessGroup | None, **hints: int
+    op: str,
+    kind: Any,
+    control: ControlGroup,
+    dtype: torch.dtype,
+    sizes: dict[str, int],
+    group: dist.ProcessGroup | None,
+    **hints: int,
 ) -> Any:
     """`keeping.kept` of an operation with a product: one context for each (kind, group, dtype)."""
 
     def make(wanted: dict[str, int]) -> Any:
+        keeping.alike(op, control, sizes)
         return kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
 
     return keeping.kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE)

@@ -12,7 +12,7 @@ from . import all_reduce, exchange, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
 from .group import resolve, wants_gradient
-from .keeping import kept
+from .keeping import alike, kept
 from .making import taking
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
@@ -109,7 +109,11 @@ def call(
     with control.lock:
         if ctx is None:
             key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
-            make = lambda wanted: GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)  # noqa: E731
+
+            def make(wanted: dict[str, int]) -> GemmARContext:
+                alike("gemm_ar", control, sizes)
+                return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
+
             ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
         validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_ar", out, (m, n), x, weight, bias)

@@ -154,7 +154,7 @@ def call(
         return nodes.gemm_rs(control, ctx, x, weight, bias, group, out)
     with control.lock:
         if ctx is None:
-            ctx = kept(GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
+            ctx = kept("gemm_rs", GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         full = chunk_rows(m, ctx.size)
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)

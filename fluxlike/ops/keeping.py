@@ -5,6 +5,18 @@ from typing import Any
 
 from ..runtime import world
 from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch, PeerTimeout
+
+
+def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
+    """CallMismatch on all ranks if they make a call of different ``sizes``, before a context is made for it. Collective."""
+    said = control.gather(", ".join([f"{name.removeprefix('max_').upper()}={size}" for name, size in sizes.items()]), op)
+    for rank, theirs in zip(control.ranks, said, strict=True):
+        if theirs != said[0]:
+            rule = "they must be the same on all ranks"
+            if op == "ag_gemm":
+                rule += "; without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
+            raise CallMismatch(f"{op}: rank {control.ranks[0]} calls it with {said[0]} and rank {rank} with {theirs}; {rule}")
 
 
 def kept(
@@ -17,6 +29,8 @@ def kept(
 
     A context that calls have outgrown is closed, unless a CUDA graph has captured calls of it: replays use its memory, so it stays
     open until finalize, beside the new one. The ranks must all have captured such calls, or none: else ValueError on all.
+
+    The new one is for the largest of each size, which no one call may have had; if there is no memory for that, for this call.
     """
     this = world.current()
     context = this.cached.get(key)
@@ -29,7 +43,7 @@ def kept(
             f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
             "pass a context of fluxlike.create_…_context"
         )
-    wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
+    own = wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
         this.executor.synchronize()
@@ -38,6 +52,14 @@ def kept(
         control.agree(f"replacing {context.label}", wanted | {"captured": context.captured}, failure)
         if not context.captured:
             context.close()
-    this.cached[key] = context = make(wanted)
+    try:
+        context = make(wanted)
+    except PeerTimeout:
+        raise
+    except RuntimeError:  # raised on all ranks alike
+        if own == wanted:
+            raise
+        context = make(own)
+    this.cached[key] = context
     context.keep()
     return context

@@ -245,7 +245,7 @@ def gemm_rs_gather_op(
         ctx = None
         if not control.spans:
             sizes = {"max_m": x.shape[0], "n": weight.shape[0]}
-            ctx = kept(rs.GemmRSContext, control, x.dtype, sizes, group, k_here=x.shape[1])
+            ctx = kept("gemm_rs", rs.GemmRSContext, control, x.dtype, sizes, group, k_here=x.shape[1])
         gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=group)), shard, group=group, m=m)
     return y[0], gathered
 

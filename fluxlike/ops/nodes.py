@@ -445,6 +445,7 @@ def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, i
     """The context of calls without one."""
 
     def make(wanted: dict[str, int]) -> NodesContext:
+        keeping.alike(op, control, sizes)
         return NodesContext(op, control, dtype, "auto", here, **wanted)
 
     return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30)

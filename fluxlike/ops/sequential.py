@@ -78,7 +78,7 @@ def gemm_rs(
     ctx: "Context", plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     """A call of `ops.gemm_rs`."""
-    ctx.begin(f"{NAME}/torch", M=x.shape[0], N=weight.shape[0])
+    ctx.begin(f"{NAME}/torch", M=x.shape[0], N=weight.shape[0], by=NAME)
     with ctx.begun():
         if ctx.size == 1:
             ctx.multiply(x, weight, y, bias)
@@ -100,7 +100,7 @@ def ag_gemm(
     gathered: torch.Tensor | None,
 ) -> None:
     """A call of `ops.ag_gemm`."""
-    ctx.begin(f"{NAME}/torch", M=results[0].shape[0], K=x.shape[1])
+    ctx.begin(f"{NAME}/torch", M=results[0].shape[0], K=x.shape[1], by=NAME)
     whole = plan.scratch
     with ctx.begun():
         if ctx.size == 1:

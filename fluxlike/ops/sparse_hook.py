@@ -28,7 +28,8 @@ def sparse_allreduce_hook(
     ctx = getattr(parameter, CONTEXT, None)
     if ctx is not None and ctx.closed:  # by all ranks, so all go on without
         ctx = None
-    y = sparse_all_reduce(x, "avg", group, ctx=ctx)
+    # as torch's hook for dense buckets, not the group given to fluxlike.init
+    y = sparse_all_reduce(x, "avg", dist.group.WORLD if group is None else group, ctx=ctx)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[y.device] if y.is_cuda else None)
     done.set_result(y)
     return done
