@@ -1,0 +1,263 @@
+"""Tables of the documents, made from the records: `python tests/performance_tables.py` writes them into the pages.
+
+A page has `<!-- table: NAME ARGUMENTS -->` and `<!-- end -->`; what stands between them is what `TABLES[NAME]` gives, which
+tests/test_performance_tables.py sees to. Captions with commit and links come from the records, too.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "docs" / "measured"
+PLACE = re.compile(r"(?<=<!-- table: )([^\n]*?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+OPS = ("gemm_rs", "ag_gemm")
+#: Machines with the headline suite: their records of an op, eager and in graphs.
+HEADLINE = {
+    "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
+    "2×H200": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json"),
+    "2×H100": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json"),
+}
+#: What a record calls its commit, if it is another that was run: see 2026-11-23-gemm_rs-headline-R2-graph.md.
+CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
+#: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
+EXPOSED = 0.05
+NONE = "–"
+
+
+class Record(NamedTuple):
+    """Medians in µs and, by the same keys, the paths that calls took; of the host, too."""
+
+    name: str
+    commit: str
+    times: dict[str, dict[str, float]]
+    paths: dict[str, str]
+    host: dict[str, dict[str, float]]
+
+    @property
+    def link(self) -> str:
+        return f"measured/{self.name}"
+
+
+@cache
+def read(name: str) -> Record:
+    path = MEASURED / name
+    if not path.exists():  # of this one the JSON is lost, and a page has what bench printed
+        return printed(path.with_suffix(".md"))
+    data = json.loads(path.read_text())
+    commit = data["environment"]["commit"]
+    times, paths, host = {}, {}, {}
+    for shape in data["shapes"]:
+        methods = shape["methods"]
+        where = f"{shape['m']}×{shape['n']}×{shape['k']}" if "m" in shape else str(shape["nbytes"])
+        times[where] = {method: facts["ms"]["median"] * 1e3 for method, facts in methods.items() if facts["ms"]}
+        paths[where] = methods["auto"]["path"].split("/")[0] if "auto" in methods else ""
+        host[where] = {method: facts["host_us"] for method, facts in methods.items() if facts["host_us"] is not None}
+    return Record(name, CODE_OF.get(commit, commit[:7] + " with changes" * commit.endswith("with changes")), times, paths, host)
+
+
+def printed(path: Path) -> Record:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in path.read_text().splitlines() if line.startswith("|")]
+    methods = rows[0][1:]
+    times = {row[0]: {method: float(cell.split()[0]) for method, cell in zip(methods, row[1:], strict=True)} for row in rows[2:]}
+    json_of = json.loads(path.with_name(path.name.replace("-graph.md", ".json")).read_text())
+    return Record(path.name, CODE_OF[json_of["environment"]["commit"]], times, dict.fromkeys(times, NONE), {})
+
+
+def headline(machine: str, op: str) -> tuple[Record, Record]:
+    eager, graph = (read(name.format(op)) for name in HEADLINE[machine])
+    assert eager.commit == graph.commit
+    return eager, graph
+
+
+def us(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def table(heads: str, rows: list[list[str]], words: int = 1) -> str:
+    """Of which the first columns are of ``words``, and the others of numbers."""
+    names = heads.split(" | ")
+    lines = [names, ["---"] * words + ["--:"] * (len(names) - words), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} / {statistics.median(ratios):.2f} / {max(ratios):.2f}"
+
+
+def ratios(record: Record, peer: str) -> list[float]:
+    return [times[peer] / times["auto"] for times in record.times.values()]
+
+
+def hidden(times: dict[str, float]) -> str:
+    """E, where there is something to hide."""
+    gemm, torch = times["gemm"], times["torch"]
+    return f"{1 - (times['auto'] - gemm) / (torch - gemm):.2f}" if torch - gemm > EXPOSED * gemm else NONE
+
+
+def summary() -> str:
+    rows = []
+    for machine in HEADLINE:
+        for op in OPS:
+            for mode, record in zip(("eager", "graph"), headline(machine, op), strict=True):
+                commit, against = record.commit.split(",")[0], [spread(ratios(record, peer)) for peer in ("torch", "async_tp")]
+                rows.append([f"{machine}, {commit}", op, f"[{mode}]({record.link})", *against])
+    return table("GPUs, commit | op | calls | × torch + NCCL: least / median / most | × async TP: least / median / most", rows, 3)
+
+
+def caption(op: str, machine: str, *records: Record) -> str:
+    links = ", ".join(f"[{'graph' if 'graph' in record.name else 'eager'}]({record.link})" for record in records)
+    return f"{op}, {machine}, commit {records[0].commit} ({links}), µs:\n\n"
+
+
+def shapes(machine: str, op: str) -> str:
+    rows = []
+    eager, graph = headline(machine, op)
+    for shape in eager.times:
+        for mode, record in (("eager", eager), ("graph", graph)):
+            times = record.times[shape]
+            chosen = record.paths[shape]
+            rows.append([shape if mode == "eager" else "", mode, *(us(times[method]) for method in ("gemm", "torch", "async_tp"))])
+            rows[-1] += [us(times["auto"]) + (f" {chosen}" if chosen != NONE else "")]
+            rows[-1] += [f"{times[peer] / times['auto']:.2f}" for peer in ("torch", "async_tp")] + [hidden(times)]
+    heads = "M×N×K | calls | cuBLAS | torch + NCCL | async TP | auto, its schedule | × torch | × async TP | E"
+    return caption(op, machine, eager, graph) + table(heads, rows, 2)
+
+
+def schedules(machine: str, op: str) -> str:
+    eager, graph = headline(machine, op)
+    rows = []
+    methods = list(next(iter(eager.times.values())))
+    for shape in eager.times:
+        for mode, record in (("eager", eager), ("graph", graph)):
+            rows.append([shape if mode == "eager" else "", mode, *(us(record.times[shape].get(method)) for method in methods)])
+    return caption(op, machine, eager, graph) + table(" | ".join(["M×N×K", "calls", *methods]), rows, 2)
+
+
+def few(commit: str) -> str:
+    words = "-words" if commit == "41ce960" else ""
+    records = [read(f"2026-11-22-{op}-small-m{words}-R4-graph.json") for op in OPS]
+    assert {record.commit for record in records} == {commit}
+    rows = []
+    for op, record in zip(OPS, records, strict=True):
+        for shape, times in record.times.items():
+            peers = ("torch",) if words else ("torch", "async_tp")
+            rows.append([f"[{op}]({record.link})", shape, us(times["gemm"]), *(us(times[peer]) for peer in peers)])
+            rows[-1] += [us(times["auto"]), *(f"{times[peer] / times['auto']:.2f}" for peer in peers)]
+    timed, over = ("torch + NCCL", "× torch") if words else ("torch + NCCL | async TP", "× torch | × async TP")
+    text = f"4×H200, commit {commit}, in a CUDA graph, µs:\n\n"
+    return text + table(f"op | M×N×K | cuBLAS | {timed} | auto | {over}", rows, 2)
+
+
+def few_h100() -> str:
+    rows = []
+    for op in OPS:
+        for mode, end in (("eager", ""), ("graph", "-graph")):
+            record = read(f"2026-11-24-{op}-suites-H100-R2{end}.json")
+            for least, most in ((16, 64), (256, 512), (1024, 16384)):
+                inside = [t for shape, t in record.times.items() if least <= int(shape.split("×")[0]) <= most]
+                better = [min(times["torch"], times["async_tp"]) / times["auto"] for times in inside]
+                rows.append([f"[{op}]({record.link})", mode, f"{least} to {most}", str(len(better)), spread(better)])
+    text = f"2×H100, commit {record.commit}, before they had a table, `auto` against the better of torch + NCCL and async TP:\n\n"
+    return text + table("op | calls | M | shapes | ×: least / median / most", rows, 3)
+
+
+def host() -> str:
+    rows = []
+    for op in OPS:
+        record = read(f"2026-11-21-{op}-host-R4.json")
+        for shape, times in record.host.items():
+            copies = us(times["copy_engine"]) if op == "gemm_rs" else NONE  # by a graph of copies, which is taken back
+            rows.append([f"[{op}]({record.link})", f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
+            rows[-1] += [us(times["in_kernel"]), copies, NONE]
+    for op in OPS:
+        record, _ = headline("2×H100", op)
+        cells = [[times[method] for times in record.host.values()] for method in ("torch", "async_tp", "auto")]
+        told = [f"{us(min(cell))} to {us(max(cell))}" for cell in cells]
+        rows.append([f"[{op}]({record.link})", f"2×H100, {record.commit}", f"{len(cells[0])} shapes", *told[:2]])
+        rows[-1] += [NONE, NONE, told[2]]
+    return table("op | GPUs, commit | M×N×K | torch + NCCL | async TP | in_kernel | copy_engine | auto", rows, 3)
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes >> 10} KB" if nbytes < 1 << 20 else f"{nbytes >> 20} MB"
+
+
+def all_reduce() -> str:
+    record = read("2026-11-22-all_reduce-headline-R4-graph.json")
+    rows = []
+    for nbytes, times in record.times.items():
+        best = min(times["torch_one_shot"], times["torch_two_shot"])
+        rows.append([size(int(nbytes)), us(times["torch"]), us(best), f"{us(times['auto'])} {record.paths[nbytes]}"])
+        rows[-1] += [f"{times['torch'] / times['auto']:.2f}", f"{best / times['auto']:.2f}"]
+    text = f"4×H200, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    return text + table("size | NCCL | torch's best | auto, its algorithm | × NCCL | × torch's best", rows)
+
+
+def gemm_ar() -> str:
+    record = read("2026-11-22-gemm_ar-words-R4-graph.json")
+    rows = []
+    for shape, times in record.times.items():
+        rows.append([shape, us(times["gemm"]), us(times["torch"]), f"{us(times['auto'])} {record.paths[shape]}"])
+        rows[-1] += [f"{times['torch'] / times['auto']:.2f}"]
+    text = f"4×H200, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    return text + table("M×N×K | cuBLAS | torch + NCCL | auto, its algorithm | × torch", rows)
+
+
+def apart() -> str:
+    rows = []
+    for op in OPS:
+        record = read(f"2026-11-25-{op}-apart-H100-2x1-graph.json")
+        for shape, times in record.times.items():
+            cells = [us(times[method]) for method in ("gemm", "torch", "apart", "together", "auto")]
+            rows.append([f"[{op}]({record.link})", shape, *cells, f"{times['torch'] / times['auto']:.2f}"])
+    return table("op | M×N×K | cuBLAS | torch + NCCL | apart | together | auto | × torch", rows, 2)
+
+
+def swing() -> str:
+    rows = []
+    shape = "8192×12288×49152"
+    names = {"swing": "40 rounds of 5 calls", "swing-iters20": "12 rounds of 20 calls", "table": "5 rounds of 5 calls"}
+    for name, rounds in names.items():
+        record = read(f"2026-11-25-gemm_rs-{name}-H100-R2.json")
+        times = record.times[shape]
+        cells = [f"{times[method] / 1e3:.3f}" for method in ("gemm", "torch", "async_tp", "auto")]
+        rows.append([f"[{rounds}]({record.link})", *cells, f"{min(times['torch'], times['async_tp']) / times['auto']:.3f}"])
+    return table("gemm_rs 8192×12288×49152, eager, ms | cuBLAS | torch + NCCL | async TP | auto | × the better peer", rows)
+
+
+TABLES: dict[str, Callable[..., str]] = {
+    made.__name__: made for made in (summary, shapes, schedules, few, few_h100, host, all_reduce, gemm_ar, apart, swing)
+}
+
+
+def filled(path: Path) -> str:
+    """The page with its tables as the records have them."""
+
+    def again(match: re.Match[str]) -> str:
+        name, *arguments = match[1].split()
+        made = TABLES[name](*arguments)
+        if path.parent == MEASURED:
+            made = made.replace("](measured/", "](")
+        return f"{match[1]}{match[2]}{made}\n"
+
+    return PLACE.sub(again, path.read_text())
+
+
+def pages() -> list[Path]:
+    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if "<!-- table: " in path.read_text()]
+
+
+def main() -> Any:
+    for path in pages():
+        path.write_text(filled(path))
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
