@@ -15,9 +15,9 @@ import torch
 #: layer.
 WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs", "doctor", "init", "interpreter")
 WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "mutations", "nodes", "nodes_network", "offsets")
-WITHOUT_TORCHRUN += ("performance_tables", "ptx", "public_api", "racecheck", "racecheck_host", "racecheck_memory", "racecheck_tables")
+WITHOUT_TORCHRUN += ("ptx", "public_api", "racecheck", "racecheck_host", "racecheck_memory", "racecheck_tables")
 WITHOUT_TORCHRUN += ("racecheck_waits", "runfile", "sanitizer_case", "scripts", "security", "soak", "tiles", "topology")
-WITHOUT_TORCHRUN += ("topology_detect", "tune", "tune_tool", "turns", "waits")
+WITHOUT_TORCHRUN += ("performance_tables", "topology_detect", "tune", "tune_tool", "turns", "waits")
 
 try:
     from hypothesis import settings
