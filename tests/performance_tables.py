@@ -86,6 +86,12 @@ def table(heads: str, rows: list[list[str]], words: int = 1) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def linked(op: str, record: Record, rows: list[list[str]]) -> str:
+    """The op, with its record where ``rows`` do not have that yet."""
+    link = f"[{op}]({record.link})"
+    return op if any(row[0] == link for row in rows) else link
+
+
 def spread(ratios: list[float]) -> str:
     return f"{min(ratios):.2f} / {statistics.median(ratios):.2f} / {max(ratios):.2f}"
 
@@ -101,7 +107,7 @@ def hidden(times: dict[str, float]) -> str:
 
 
 def summary() -> str:
-    rows = []
+    rows: list[list[str]] = []
     for machine in HEADLINE:
         for op in OPS:
             for mode, record in zip(("eager", "graph"), headline(machine, op), strict=True):
@@ -116,7 +122,7 @@ def caption(op: str, machine: str, *records: Record) -> str:
 
 
 def shapes(machine: str, op: str) -> str:
-    rows = []
+    rows: list[list[str]] = []
     eager, graph = headline(machine, op)
     for shape in eager.times:
         for mode, record in (("eager", eager), ("graph", graph)):
@@ -131,7 +137,7 @@ def shapes(machine: str, op: str) -> str:
 
 def schedules(machine: str, op: str) -> str:
     eager, graph = headline(machine, op)
-    rows = []
+    rows: list[list[str]] = []
     methods = list(next(iter(eager.times.values())))
     for shape in eager.times:
         for mode, record in (("eager", eager), ("graph", graph)):
@@ -143,11 +149,11 @@ def few(commit: str) -> str:
     words = "-words" if commit == "41ce960" else ""
     records = [read(f"2026-11-22-{op}-small-m{words}-R4-graph.json") for op in OPS]
     assert {record.commit for record in records} == {commit}
-    rows = []
+    rows: list[list[str]] = []
     for op, record in zip(OPS, records, strict=True):
         for shape, times in record.times.items():
             peers = ("torch",) if words else ("torch", "async_tp")
-            rows.append([f"[{op}]({record.link})", shape, us(times["gemm"]), *(us(times[peer]) for peer in peers)])
+            rows.append([linked(op, record, rows), shape, us(times["gemm"]), *(us(times[peer]) for peer in peers)])
             rows[-1] += [us(times["auto"]), *(f"{times[peer] / times['auto']:.2f}" for peer in peers)]
     timed, over = ("torch + NCCL", "× torch") if words else ("torch + NCCL | async TP", "× torch | × async TP")
     text = f"4×H200, commit {commit}, in a CUDA graph, µs:\n\n"
@@ -155,31 +161,31 @@ def few(commit: str) -> str:
 
 
 def few_h100() -> str:
-    rows = []
+    rows: list[list[str]] = []
     for op in OPS:
         for mode, end in (("eager", ""), ("graph", "-graph")):
             record = read(f"2026-11-24-{op}-suites-H100-R2{end}.json")
             for least, most in ((16, 64), (256, 512), (1024, 16384)):
                 inside = [t for shape, t in record.times.items() if least <= int(shape.split("×")[0]) <= most]
                 better = [min(times["torch"], times["async_tp"]) / times["auto"] for times in inside]
-                rows.append([f"[{op}]({record.link})", mode, f"{least} to {most}", str(len(better)), spread(better)])
+                rows.append([linked(op, record, rows), mode, f"{least} to {most}", str(len(better)), spread(better)])
     text = f"2×H100, commit {record.commit}, before they had a table, `auto` against the better of torch + NCCL and async TP:\n\n"
     return text + table("op | calls | M | shapes | ×: least / median / most", rows, 3)
 
 
 def host() -> str:
-    rows = []
+    rows: list[list[str]] = []
     for op in OPS:
         record = read(f"2026-11-21-{op}-host-R4.json")
         for shape, times in record.host.items():
             copies = us(times["copy_engine"]) if op == "gemm_rs" else NONE  # by a graph of copies, which is taken back
-            rows.append([f"[{op}]({record.link})", f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
+            rows.append([linked(op, record, rows), f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
             rows[-1] += [us(times["in_kernel"]), copies, NONE]
     for op in OPS:
         record, _ = headline("2×H100", op)
         cells = [[times[method] for times in record.host.values()] for method in ("torch", "async_tp", "auto")]
         told = [f"{us(min(cell))} to {us(max(cell))}" for cell in cells]
-        rows.append([f"[{op}]({record.link})", f"2×H100, {record.commit}", f"{len(cells[0])} shapes", *told[:2]])
+        rows.append([linked(op, record, rows), f"2×H100, {record.commit}", f"{len(cells[0])} shapes", *told[:2]])
         rows[-1] += [NONE, NONE, told[2]]
     return table("op | GPUs, commit | M×N×K | torch + NCCL | async TP | in_kernel | copy_engine | auto", rows, 3)
 
@@ -190,7 +196,7 @@ def size(nbytes: int) -> str:
 
 def all_reduce() -> str:
     record = read("2026-11-22-all_reduce-headline-R4-graph.json")
-    rows = []
+    rows: list[list[str]] = []
     for nbytes, times in record.times.items():
         best = min(times["torch_one_shot"], times["torch_two_shot"])
         rows.append([size(int(nbytes)), us(times["torch"]), us(best), f"{us(times['auto'])} {record.paths[nbytes]}"])
@@ -201,7 +207,7 @@ def all_reduce() -> str:
 
 def gemm_ar() -> str:
     record = read("2026-11-22-gemm_ar-words-R4-graph.json")
-    rows = []
+    rows: list[list[str]] = []
     for shape, times in record.times.items():
         rows.append([shape, us(times["gemm"]), us(times["torch"]), f"{us(times['auto'])} {record.paths[shape]}"])
         rows[-1] += [f"{times['torch'] / times['auto']:.2f}"]
@@ -210,17 +216,17 @@ def gemm_ar() -> str:
 
 
 def apart() -> str:
-    rows = []
+    rows: list[list[str]] = []
     for op in OPS:
         record = read(f"2026-11-25-{op}-apart-H100-2x1-graph.json")
         for shape, times in record.times.items():
             cells = [us(times[method]) for method in ("gemm", "torch", "apart", "together", "auto")]
-            rows.append([f"[{op}]({record.link})", shape, *cells, f"{times['torch'] / times['auto']:.2f}"])
+            rows.append([linked(op, record, rows), shape, *cells, f"{times['torch'] / times['auto']:.2f}"])
     return table("op | M×N×K | cuBLAS | torch + NCCL | apart | together | auto | × torch", rows, 2)
 
 
 def swing() -> str:
-    rows = []
+    rows: list[list[str]] = []
     shape = "8192×12288×49152"
     names = {"swing": "40 rounds of 5 calls", "swing-iters20": "12 rounds of 20 calls", "table": "5 rounds of 5 calls"}
     for name, rounds in names.items():
