@@ -77,9 +77,9 @@ Launch = tuple[Any, int, tuple, dict[str, Any], tiling.Tiling]
 HEADER_BYTES = 8 * kernels.HEADER.value
 #: How a kernel of one program is compiled that waits and signals.
 ONE = tiling.Tiling(0, 0, 0, 1, 1, 1, False)
-#: The same of those that go over all payloads, in blocks of so many elements, by so many programs a multiprocessor: that many
-#: loads keep its memory busy.
-_OVER, _BLOCK, _OVERS = tiling.Tiling(0, 0, 0, 1, 4, 1, False), 1024, 4
+#: The same of those that go over all payloads, in blocks of so many elements: as few programs as keep the memory busy, since each
+#: looks at the same word until the messages are there.
+_OVER, _BLOCK = tiling.Tiling(0, 0, 0, 1, 8, 1, False), 4096
 
 
 class Messages:
@@ -402,8 +402,7 @@ class Puts(Messages):
 
     def _over(self, number: int) -> int:
         """Programs that go over so many elements."""
-        blocks = max(1, cdiv(number, _BLOCK))
-        return min(blocks, _OVERS * self._inner.programs(blocks))
+        return int(self._inner.programs(cdiv(number, _BLOCK)))
 
     def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         tensors = parts, own, y if bias is None else bias, y
