@@ -56,4 +56,4 @@ else
   fx_where=(--nnodes="$fx_nnodes" --local-addr="$fx_address" --rdzv-endpoint="$fx_rdzv" --rdzv-id="fluxlike-$fx_rdzv" --rdzv-conf="is_host=$fx_is_host,read_timeout=600")
 fi
 # Without the --, torchrun would take some of the program's options for abbreviations of its own.
-exec "$fx_python" -m torch.distributed.run --nproc-per-node="$fx_nproc" --rdzv-backend=c10d "${fx_where[@]}" $fx_module -- "$fx_target" "$@"
+exec "$fx_python" -P "$fx_root/scripts/run.py" --nproc-per-node="$fx_nproc" --rdzv-backend=c10d "${fx_where[@]}" $fx_module -- "$fx_target" "$@"

@@ -97,14 +97,14 @@ if [ "${1:-}" = gpu ]; then
         fx_code=$?
       [ "$fx_code" -ne 0 ] || return "$fx_bad"
       fx_bad=$fx_code fx_code=0
-      # Ended by a signal, in front of any test, or as the caller wants it.
-      if [ "$fx_bad" -gt 128 ] || [ ! -s "$fx_at" ] || [[ " $* " =~ \ (-x|--maxfail|--exitfirst) ]]; then return "$fx_bad"; fi
+      # Ended from outside (HUP, INT, TERM; a rank that crashes has another status), in front of any test, or as the caller wants it.
+      if [[ $fx_bad =~ ^(129|130|143)$ ]] || [ ! -s "$fx_at" ] || [[ " $* " =~ \ (-x|--maxfail|--exitfirst) ]]; then return "$fx_bad"; fi
       fx_behind=("--behind=$(cat "$fx_at")")
     done
   }
   fx_status=0 fx_shards=() fx_logs=$(mktemp -d)
   trap 'for fx_i in ${fx_shards[@]+"${fx_shards[@]}"}; do kill -- "-$fx_i" 2>/dev/null || true; done; rm -rf "$fx_logs"' EXIT
-  trap 'exit 130' INT # torchrun ends as if a test had failed, behind which the others would run
+  trap 'exit 130' INT
   trap 'exit 143' TERM
   if [ "$fx_jobs" -eq 1 ]; then stand launch "$@" || fx_status=$?; fi
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do

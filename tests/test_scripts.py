@@ -103,7 +103,7 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     gpus = "GPU 0: a" if case.startswith("one GPU") else "GPU 0: a\nGPU 1: b"
     fails = "*synccheck" if case == "faults" else "nothing"
     python = f"""case "$2" in
-      torch.distributed.run) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
+      */scripts/run.py) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
       pytest) echo "pytest $*" >>{tmp_path}/ran ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
@@ -128,15 +128,15 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
 
 @pytest.mark.parametrize(("given", "launches"), (((), 3), (("--jobs", "2"), 9), (("-x",), 1)))
 def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launches):
-    """test.sh gpu with a stand-in for Python, whose first two tests fail wherever they run."""
+    """test.sh gpu with a stand-in for Python, whose first two tests fail wherever they run, the second by a crash."""
     first, second = "tests/test_a.py::test_it[of two words]", "tests/test_b.py::test_it"
     python = f"""case "$2" in
-      torch.distributed.run)
+      */scripts/run.py)
         echo "$*" >>{tmp_path}/ran
         while [ "${{1#--at=}}" = "$1" ]; do shift; done
         case "$*" in
           *"--behind={second}"*) ;;
-          *"--behind={first}"*) printf '%s' "{second}" >"${{1#--at=}}"; exit 1 ;;
+          *"--behind={first}"*) printf '%s' "{second}" >"${{1#--at=}}"; exit 139 ;;
           *) printf '%s' "{first}" >"${{1#--at=}}"; exit 1 ;;
         esac ;;
       pytest) ;;
@@ -145,7 +145,7 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
     env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
     command = ["bash", "scripts/test.sh", "gpu", *given, "-k", "some"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == (1 if launches == 1 else 139), done.stdout + done.stderr
     ran = (tmp_path / "ran").read_text().splitlines()
     assert len(ran) == launches and all(" -x " in line and line.endswith(" -k some") for line in ran), ran
     parts = 3 if "--jobs" in given else 1
@@ -158,7 +158,7 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
 def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
     """A signal that only the script gets, with a stand-in for Python whose ranks stand for a minute."""
     python = f"""case "$2" in
-      torch.distributed.run) sleep 60 & echo $! >>{tmp_path}/ranks; wait ;;
+      */scripts/run.py) sleep 60 & echo $! >>{tmp_path}/ranks; wait ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
     env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
@@ -180,6 +180,29 @@ def test_what_launch_refuses():
         command = ["bash", "scripts/launch.sh", *given, "tests/nodes_case.py"]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode != 0 and why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    (
+        ("sys.exit(7)", 7, "rank 1 ended with status 7; what it said is above"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was killed by SIGKILL"),
+        ("os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", 143, "ended by SIGTERM"),
+    ),
+)
+def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
+    """Nothing stands between what a rank says and the line that says which it was, as a traceback of torchrun's would."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, signal, sys, time\nassert not sys.flags.safe_path\n"
+        f"if os.environ['RANK'] == '1':\n    print('why', file=sys.stderr)\n    {how}\ntime.sleep(60)\n"
+    )
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", str(program)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "death signal" not in line]  # torchrun's own, of one that it gets
+    assert lines == ["why", f"launch.sh: {said}"]
 
 
 def test_parts_of_the_gpu_tests_begin_at_different_places():

@@ -1,0 +1,49 @@
+"""What launch.sh starts: torchrun, which ends as the rank that failed did, and says in one line which that was.
+
+By itself torchrun ends with status 1 and a traceback of its own below what the rank said.
+"""
+
+import logging
+import signal
+import sys
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+#: What it logs of an end, a line a rank, before the error: the line of ours says it.
+SAID = ("Sending process %s closing signal", "failed (exitcode: %s)")
+
+
+def first(failures: dict[int, ProcessFailure]) -> int:
+    """The rank that failed by itself: the others are ended by SIGTERM, often within the second that the times are told in."""
+    return min(failures, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, failures[rank].timestamp))
+
+
+def name_of(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def main(arguments: list[str]) -> int:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    logger.addFilter(lambda record: not str(record.msg).startswith(SAID))
+    try:
+        run.main(arguments)
+    except ChildFailedError as error:
+        rank = first(error.failures)
+        status = error.failures[rank].exitcode
+        if status < 0:
+            return end(f"rank {rank} was killed by {name_of(-status)}", 128 - status)
+        return end(f"rank {rank} ended with status {status}; what it said is above", status)
+    except SignalException as error:
+        return end(f"ended by {name_of(error.sigval)}", 128 + error.sigval)
+    return 0
+
+
+def end(why: str, status: int) -> int:
+    print(f"launch.sh: {why}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
