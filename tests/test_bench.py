@@ -297,7 +297,8 @@ def test_defaults():
         (["--suite", "llama-8b"], "use --suite toy"),
         (["--suite", "toy", "--shapes", "8x8x8"], "not allowed with"),
         (["--suite", "unknown"], "invalid choice"),
-        (["--suite", "sweep"], "use --suite toy"),
+        (["--suite", "sweep"], "is none of gemm_rs's"),
+        (["--shapes", "8x8x8,8192x8192x28672"], "8192×8192×28672 would take hours"),
         (["--suite", "resnet50-toy"], "is none of gemm_rs's"),
     ),
 )
@@ -311,6 +312,24 @@ def test_a_useless_command_line(options, says, capsys, monkeypatch):
         assert end.value.code == 2
         said = capsys.readouterr().err
         assert re.search(says, said) if rank == "0" else said == ""
+
+
+@pytest.mark.parametrize("op", bench.KINDS)
+def test_shapes_for_the_interpreter(op, capsys):
+    """As much as is said to be possible is, and the largest of the suite for GPUs is not."""
+    kind = bench.KINDS[op]
+    fits = (*kind.parse(kind.LARGEST), *kind.SUITES["toy"])
+    assert bench.parse([op, "--shapes", kind.LARGEST], cuda=False).shapes == [fits[0]]
+    with pytest.raises(SystemExit):
+        bench.command.refuse_large(bench.command.Parser(), [*fits, max(kind.SUITES["headline"], key=kind.work)], False, kind)
+    assert f"without GPUs {kind.LARGEST} is the most" in capsys.readouterr().err
+
+
+def test_shapes_of_trace_for_the_interpreter(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        trace.parse(["gemm_rs", "--shapes", "8192x8192x28672"])
+    assert "would take hours" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
@@ -470,6 +489,9 @@ def test_latencies(capsys, tmp_path):
     assert all(cell in second for cell in (" 80 ", "0.80", "157", "behind the best peer (0.64×)")), second
     assert "at least 0.98× on 1 of 2 sizes, worst 0.64× at 8 MB" in said
     assert "within 1.05× on 0 of 2 sizes, worst 2.00× at 8 MB" in said
+    assert "\nT/T*: time over the least that product and wire take; error/allowed: above 1 is WRONG; docs/performance.md" in said
+    report.environment["gpu"] = None
+    assert bench_report.summary(report)[0].startswith("no GPU: results were checked")
     read = json.loads((tmp_path / "all_reduce-custom-R4-graph.json").read_text())
     assert [shape["nbytes"] for shape in read["shapes"]] == [128 << 10, 8 << 20]
     assert read["shapes"][0]["methods"]["auto"]["over_best"] == pytest.approx(10 / 8)

@@ -118,6 +118,8 @@ class Problem(ABC):
     REPORT: ClassVar[type[Report]] = Report
     #: Shapes by the name of their suite.
     SUITES: ClassVar[Mapping[str, Sequence[Any]]]
+    #: What the interpreter does in some ten minutes, as --shapes has it.
+    LARGEST: ClassVar[str] = "2048x2048x2048"
     out: torch.Tensor
     terms: int  # of each sum on one rank
 
@@ -134,6 +136,11 @@ class Problem(ABC):
     def parse(text: str) -> list[Any]:
         """From the text of --shapes; ValueError names the part that is none."""
         return list(parse_shapes(text))
+
+    @staticmethod
+    def work(shape: Any) -> int:
+        """What the time in the interpreter grows with."""
+        return int(shape.m * shape.n * shape.k)
 
     @classmethod
     @abstractmethod

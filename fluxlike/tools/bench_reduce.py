@@ -181,10 +181,15 @@ class AllReduce(Problem):
     IN_PLACE: ClassVar[tuple[str, ...]] = PEERS
     REPORT: ClassVar[type[bench_report.Report]] = Report
     SUITES: ClassVar[Mapping[str, Sequence[Any]]] = SIZES
+    LARGEST: ClassVar[str] = "32M"
 
     @staticmethod
     def parse(text: str) -> list[Any]:
         return list(parse_sizes(text))
+
+    @staticmethod
+    def work(shape: Any) -> int:
+        return int(shape.nbytes)
 
     def __init__(self, size: Size, dtype: torch.dtype, device: torch.device, peers: Peers) -> None:
         self.dtype, self.device, self.peers = dtype, device, peers

@@ -28,6 +28,12 @@ WIRE_GB_S = 360.0
 TOLERATED = 0.98
 PEERS = ("torch", "async_tp")
 NONE = "–"
+#: What the columns that need words mean, of all operations.
+MEANINGS = {
+    "E": "communication hidden, 1: all of it, 0: as torch",
+    "T/T*": "time over the least that product and wire take",
+    "error/allowed": "above 1 is WRONG",
+}
 
 
 class Shape(NamedTuple):
@@ -302,9 +308,17 @@ def table(report: Report) -> Any:
     return made
 
 
+def legend(report: Report) -> str:
+    """What the figures are, or why there are few."""
+    if report.environment.get("gpu", "") is None:
+        return f"no GPU: results were checked (error/allowed: {MEANINGS['error/allowed']}); times of an interpreter mean nothing"
+    meanings = [f"{head}: {MEANINGS[head]}" for head in report.columns() if head in MEANINGS]
+    return "; ".join([*meanings, "docs/performance.md says more"])
+
+
 def summary(report: Report) -> list[str]:
-    """Where auto stands, and all that is wrong or was left out, one line each."""
-    lines = report.compared()
+    """What the figures are, where auto stands, and all that is wrong or was left out, one line each."""
+    lines = [legend(report), *report.compared()]
     for result in report.results:
         lines += [f"{row.status}: {row.method} at {result.shape}: {row.note}" for row in result.rows if row.status != "ok"]
     lines += [f"left out: {item['shape']}: {item['why']}" for item in report.left_out]

@@ -209,11 +209,15 @@ class SparseAllReduce(Problem):
     #: Which take seconds a call, or tens of GB, at the sizes of the headline.
     ON_REQUEST = ("gloo", "dense", "v1", "v2", "v3", "v4")
     UNBOUNDED = ("horovod", "gloo", "dense", *VERSIONS)
-    REPORT, SUITES = Report, SUITES
+    REPORT, SUITES, LARGEST = Report, SUITES, "1000000x64x65536"
 
     @staticmethod
     def parse(text: str) -> list[Any]:
         return list(parse_tables(text))
+
+    @staticmethod
+    def work(shape: Any) -> int:
+        return int(shape.columns * shape.entries)
 
     @classmethod
     def unfit(cls, shape: Any, ranks: int) -> str | None:

@@ -74,14 +74,22 @@ def choose_suite(parser: argparse.ArgumentParser, asked: argparse.Namespace, cud
     """`read_shapes`, and a suite where neither was asked for; ends the process if this machine cannot do it."""
     read_shapes(parser, asked, kind)
     if asked.shapes:
-        return
-    if asked.suite is None:
+        refuse_large(parser, asked.shapes, cuda, kind)
+    elif asked.suite is None:
         asked.suite = "headline" if cuda else "toy"
+    elif asked.suite not in kind.SUITES:
+        parser.error(f"--suite {asked.suite} is none of {asked.op}'s, which are {', '.join(kind.SUITES)}")
     elif not asked.suite.endswith("toy") and not cuda:
         toy = max((name for name in kind.SUITES if name.endswith("toy")), key=len)
         parser.error(f"--suite {asked.suite} would take days in the interpreter; without GPUs use --suite {toy}, or small --shapes")
-    elif asked.suite not in kind.SUITES:
-        parser.error(f"--suite {asked.suite} is none of {asked.op}'s, which are {', '.join(kind.SUITES)}")
+
+
+def refuse_large(parser: argparse.ArgumentParser, shapes: Iterable[Any], cuda: bool, kind: type[Problem]) -> None:
+    """Ends the process if one of ``shapes`` would keep the interpreter for hours, in which it prints nothing."""
+    most = kind.work(kind.parse(kind.LARGEST)[0])
+    for shape in shapes:
+        if not cuda and kind.work(shape) > most:
+            parser.error(f"--shapes: {shape} would take hours in the interpreter; without GPUs {kind.LARGEST} is the most")
 
 
 def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:

@@ -132,6 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if asked.calls is not None and asked.calls < 1:
         parser.error(f"--calls {asked.calls} is below 1; make at least one call")
     command.read_shapes(parser, asked)
+    command.refuse_large(parser, asked.shapes or (), torch.cuda.is_available(), PROBLEMS[asked.op])
     command.writable(parser, asked.out)
     return asked
 
