@@ -39,9 +39,9 @@ def run_tool(group, argv, sabotage):
     return tune.main(argv), fluxlike.is_initialized()
 
 
-def tool(argv, sabotage=""):
+def tool(argv, sabotage="", **env):
     pytest.importorskip("rich")
-    outcomes = run_fresh(run_tool, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, argv=argv, sabotage=sabotage)
+    outcomes = run_fresh(run_tool, 2, {"FLUXLIKE_TIMEOUT_S": "30", **env}, argv=argv, sabotage=sabotage)
     assert all(outcome.ok for outcome in outcomes), "\n".join(map(str, outcomes))
     return [outcome.value for outcome in outcomes]
 
@@ -56,6 +56,12 @@ def test_the_tool_tunes_the_toy_shapes(tmp_path):
     # the same file is heard as a shipped one, and as the cache of this machine
     machine = Machine("shm", (0, 0), data["machine"]["multiprocessors"])
     assert len(tuned._choices(out, machine, "ag_gemm", BF16, 2, strict=True)) == 3
+
+
+def test_times_of_the_interpreter_are_not_kept_in_the_cache(tmp_path):
+    argv = ["gemm_rs", "--shapes", "8x8x8", "--rounds", "1", "--most", "2"]
+    assert tool(argv, FLUXLIKE_CACHE_DIR=str(tmp_path)) == [(0, False)] * 2
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_the_lines_of_a_shape():

@@ -8,8 +8,8 @@ another is 1 % faster. Contexts that are made from then on find it (docs/tune.md
 `tune from-records FILE…` makes such a table of what `bench` has written: the faster one of the schedules it measured, made
 as the rules of `ops.choice` make it. That is how the tables that come with the package were made.
 
-On the CPU heap all of it runs, and times are those of an interpreter: they mean nothing elsewhere, and the cache knows that they
-are of another machine.
+On the CPU heap all of it runs, and times are those of an interpreter: they mean nothing, no context is to choose by them, and they
+are written only with --out.
 """
 
 import argparse
@@ -138,7 +138,8 @@ class Tuner:
             kept |= fastest(trials) is not None
             self.bench.free()
         if not self.bench.cuda:
-            voice.say("times are those of Triton's interpreter and mean nothing on a GPU")
+            kept_where = "are" if asked.out else "are kept only with --out, as they are"
+            voice.say(f"times {kept_where} those of Triton's interpreter and mean nothing on a GPU")
         if not kept:
             voice.say("nothing was tuned")
         return 1 if bad or not kept else 0
@@ -149,6 +150,8 @@ class Tuner:
         if best is None or best.us is None or self.peers.rank:
             return "no choice worked"
         out = Path(self.asked.out) if self.asked.out else None
+        if out is None and not self.bench.cuda:
+            return "kept nowhere"
         entry = Entry(problem, best.choice, best.us, trials[0].us)
         return f"written to {tuned.store(tuned.machine_of(world.current().executor), [entry], out)}"
 
@@ -276,7 +279,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         one = ops.add_parser(op, help=f"tune {op}")
         command.add_shapes(one, "shapes of bench; ")
         command.add_dtype(one)
-        one.add_argument("--out", metavar="FILE", help="write there instead of into the cache")
+        one.add_argument("--out", metavar="FILE", help="write there instead of into the cache, to which only GPUs write")
         one.add_argument("--budget", type=command.seconds, metavar="SECONDS", help="begin no new shape after so many seconds")
         one.add_argument("--rounds", type=int, default=ROUNDS, help=f"timings of each choice ({ROUNDS})")
         one.add_argument("--most", type=int, default=tuning.MOST, help=f"choices that are measured of a shape ({tuning.MOST})")
