@@ -24,7 +24,16 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
+def misplaced(arguments: list[str]) -> None:
+    """A word about what looks like an option of launch.sh and is one of the program, behind whose name it stands."""
+    target, *of_program = arguments[arguments.index("--") + 1 :]
+    for name in dict.fromkeys(argument.partition("=")[0] for argument in of_program):
+        if name in ("--nproc", "--nnodes", "--rdzv"):
+            print(f"launch.sh: {name} is given to {target}; to be launch.sh's it must stand before it", file=sys.stderr)
+
+
 def main(arguments: list[str]) -> int:
+    misplaced(arguments)
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(lambda record: not str(record.msg).startswith(SAID))
     try:

@@ -205,6 +205,26 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert lines == ["why", f"launch.sh: {said}"]
 
 
+@pytest.mark.parametrize("given", (["--nproc", "2"], ["--nproc=2"]))
+def test_an_option_of_launch_behind_the_program(tmp_path, given):
+    program = tmp_path / "program.py"
+    program.write_text("import os\nassert os.environ['WORLD_SIZE'] == '1'\n")
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "scripts/launch.sh", "--nproc", "1", str(program), *given]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"launch.sh: --nproc is given to {program}; to be launch.sh's it must stand before it\n"
+
+
+@pytest.mark.parametrize("given", (["--m", "many"], ["--help"]))
+def test_a_tutorial_says_once_what_its_arguments_are(given):
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", "tutorials/03_gemm_reduce_scatter.py", *given]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == (0 if given == ["--help"] else 2)
+    assert (done.stdout + done.stderr).count("usage:") == 1 and "Traceback" not in done.stderr
+
+
 def test_parts_of_the_gpu_tests_begin_at_different_places():
     items = list(range(100))
     parts = [conftest.turned(items[first::7], first, 7) for first in range(7)]

@@ -45,6 +45,7 @@ from fluxlike.kernels.tiles import cdiv
 from fluxlike.ops.context import Context
 from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
+from fluxlike.tools.command import Parser
 
 GPU, CPU = {"m": 8192, "n": 8192, "calls": 6}, {"m": 200, "n": 300, "calls": 6}
 TILE = Tiling(bm=64, bn=128, bk=1, group_m=1, warps=4, stages=1, tma=False)
@@ -147,12 +148,13 @@ def counted(text: str) -> int:
 
 
 if __name__ == "__main__":
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=counted, default=default)
+    args = parser.parse_args()
+    fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

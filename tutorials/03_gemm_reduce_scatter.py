@@ -41,6 +41,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
+from fluxlike.tools.command import Parser
 
 GPU, CPU = {"m": 8192, "n": 8192, "k": 28672}, {"m": 256, "n": 192, "k": 256}
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
@@ -142,16 +143,17 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--schedule", choices=["auto", "copy_engine", "in_kernel"], default="auto")
     parser.add_argument("--iters", type=int, default=10, help="calls in a timed round")
     parser.add_argument("--no-check", action="store_true")
+    args = parser.parse_args()
+    fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

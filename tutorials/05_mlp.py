@@ -36,6 +36,7 @@ from torch import nn
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
+from fluxlike.tools.command import Parser
 
 GPU = {"hidden": [4096], "inner": [14336], "tokens": [4096, 1000, 1, 37, 4096]}
 CPU = {"hidden": [96], "inner": [192], "tokens": [64, 37, 1, 64]}
@@ -138,12 +139,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, nargs="+" if name == "tokens" else 1, default=default)
+    args = parser.parse_args()
+    fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

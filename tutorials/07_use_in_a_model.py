@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fluxlike
 from fluxlike.nn import RowwiseParallel, SharedGather
+from fluxlike.tools.command import Parser
 
 DIM, INNER, HEAD = 32, 64, 4
 
@@ -130,14 +131,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=16, help="length of a sequence")
     parser.add_argument("--tolerance", type=float, default=1e-2 if torch.cuda.is_available() else 1e-3)
     parser.add_argument("--compile", action="store_true", help="torch.compile the sharded model")
+    args = parser.parse_args()
+    fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

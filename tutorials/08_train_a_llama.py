@@ -29,6 +29,7 @@ Run: bash scripts/launch.sh tutorials/08_train_a_llama.py [--layers L] [--steps 
 
 import argparse
 import copy
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -47,6 +48,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import fluxlike
 from fluxlike.nn import ColwiseParallel, RowwiseParallel, SharedGather
 from fluxlike.tools import turns
+from fluxlike.tools.command import Parser
 
 GPU = {"hidden": 1024, "inner": 2816, "layers": 4, "heads": 16, "vocabulary": 4096, "batch": 4, "tokens": 1024, "steps": 200}
 CPU = {"hidden": 32, "inner": 64, "layers": 2, "heads": 8, "vocabulary": 64, "batch": 2, "tokens": 8, "steps": 2}
@@ -207,16 +209,16 @@ if __name__ == "__main__":
     if find_spec("transformers") is None:
         print("not run: this tutorial needs transformers; pip install transformers")
         sys.exit(0)
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", metavar="DIR", help="write the losses there, as JSON and as a picture")
+    args, size = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
+    if any(n % size for n in (args.heads // 2, args.inner, args.vocabulary, args.tokens)):
+        parser.error(f"half of --heads, --inner, --vocabulary and --tokens must be multiples of the {size} ranks; pass others")
+    fluxlike.init()
     try:
-        args, size = parser.parse_args(), dist.get_world_size()
-        if any(n % size for n in (args.heads // 2, args.inner, args.vocabulary, args.tokens)):
-            parser.error(f"half of --heads, --inner, --vocabulary and --tokens must be multiples of the {size} ranks; pass others")
         status = main(args)
     finally:
         fluxlike.finalize()

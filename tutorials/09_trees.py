@@ -49,6 +49,7 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.trees import TreeContext
 from fluxlike.runtime import world
+from fluxlike.tools.command import Parser
 from fluxlike.tools.topo import planned
 from fluxlike.tools.topo_report import draw, matrix_lines, plan_lines
 from fluxlike.topology import LinkMatrix, current
@@ -138,12 +139,13 @@ def main(args: argparse.Namespace) -> int:
 if __name__ == "__main__":
     os.environ.setdefault("FLUXLIKE_TOPOLOGY", "p3.16xlarge")
     os.environ.setdefault("FLUXLIKE_TREE_ARRAY_BOUND", str(BOUND))  # both are read when the first call over trees is made
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     parser.add_argument("--out", metavar="DIR", help="draw the picture there; needs matplotlib")
     parser.add_argument("--elements", type=int, default=GPU if torch.cuda.is_available() else CPU)
+    args = parser.parse_args()
     fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

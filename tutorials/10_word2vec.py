@@ -47,6 +47,7 @@ from torch import nn
 import fluxlike
 from fluxlike.runtime import world
 from fluxlike.tools import sparse_baselines
+from fluxlike.tools.command import Parser
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
 #: What the flags are with GPUs and without.
@@ -273,7 +274,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", metavar="DIR", help="draw the picture there; needs matplotlib")

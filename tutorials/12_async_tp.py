@@ -48,6 +48,7 @@ from torch.distributed.tensor.parallel import (
 import fluxlike
 from fluxlike.nn import AsyncTP
 from fluxlike.tools import turns
+from fluxlike.tools.command import Parser
 
 GPU = {"tokens": 8192, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "layers": 2, "rounds": 7}
 CPU = {"tokens": 16, "hidden": 32, "inner": 64, "heads": 8, "kv_heads": 4, "layers": 1, "rounds": 1}
@@ -216,13 +217,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    fluxlike.init()
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", metavar="FILE", help="write a record there, as JSON")
+    args = parser.parse_args()
+    fluxlike.init()
     try:
-        status = main(parser.parse_args())
+        status = main(args)
     finally:
         fluxlike.finalize()
     sys.exit(status)

@@ -34,7 +34,11 @@ def speaks() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains once a host, not once a rank."""
+    """Complains and helps once a host, not once a rank."""
+
+    def print_help(self, file: Any = None) -> None:
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
         if speaks():
