@@ -122,9 +122,19 @@ def ends(tmp_path_factory):
 @pytest.mark.parametrize("key", ENDS, ids=", by the ".join)
 def test_a_race_that_is_caught_and_a_run_without_checks_are_no_success(ends, key):
     status, out, err = ends[key]
-    assert (out == "caught\n") == (key[0] == "caught")
+    assert out == {"caught": "caught\n", "clean": "racecheck: no race found\n"}.get(key[0], "")
     assert status == int(bool(ENDS[key])) and ENDS[key] in err, err
     assert ("fluxlike racecheck: " in err) == bool(ENDS[key])
+
+
+@pytest.mark.parametrize(("tool", "options"), (("racecheck", []), ("lint", ["--sm", "90"])))
+def test_a_program_without_ranks_is_told_so_in_a_line(program, tool, options):
+    file = program("import fluxlike\nfluxlike.init()\n")
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "fluxlike", tool, *options, file]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"{tool}: torch.distributed is not initialised and RANK, ") and " are not set; " in done.stderr
 
 
 def test_racecheck_names_a_missing_file(capsys):

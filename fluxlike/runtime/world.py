@@ -226,6 +226,8 @@ def make_executor(heap: str) -> Any:
     return CudaExecutor(torch.device("cuda", torch.cuda.current_device()))
 
 
+#: How the message begins of a process that no launcher has started, nor the program itself joined to others.
+NOT_LAUNCHED = "torch.distributed is not initialised and"
 _world: World | None = None
 #: Numbers for the torch groups that init makes, the same on all ranks.
 _groups_made = itertools.count()
@@ -267,9 +269,10 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
 def _init_torch(heap: str) -> None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
+        names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         raise RuntimeError(
-            f"torch.distributed is not initialised and {', '.join(missing)} is not set; start the program with "
-            "scripts/launch.sh or torchrun, or call torch.distributed.init_process_group before fluxlike.init"
+            f"{NOT_LAUNCHED} {names}; start the program with scripts/launch.sh or torchrun, or "
+            "call torch.distributed.init_process_group before fluxlike.init"
         )
     on_gpus = heap != "shm" and torch.cuda.is_available()
     if on_gpus:

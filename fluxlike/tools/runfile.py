@@ -5,6 +5,8 @@ import os
 import runpy
 import sys
 
+from ..runtime.world import NOT_LAUNCHED
+
 
 def arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add FILE and its own arguments to a tool's."""
@@ -12,8 +14,8 @@ def arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the program's own arguments")
 
 
-def run(file: str, args: list[str]) -> int:
-    """The exit status of the program."""
+def run(file: str, args: list[str], tool: str = "") -> int:
+    """The exit status of the program; ends the ``tool`` with status 2 where the program had to be started by a launcher."""
     sys.argv = [file, *args]
     sys.path[0] = os.path.dirname(os.path.abspath(file))  # as Python does when it runs a file
     try:
@@ -23,4 +25,9 @@ def run(file: str, args: list[str]) -> int:
             return leaving.code or 0
         print(leaving.code, file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not str(error).startswith(NOT_LAUNCHED):
+            raise
+        print(f"{tool}: {error}", file=sys.stderr)
+        sys.exit(2)
     return 0

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 
 from ...runtime import cpu, world
-from .. import runfile
+from .. import command, runfile
 from .compiling import Launch, build, launch_of
 from .rules import SHARED, Spec, lint_built, shared_of
 from .variants import CAPABILITIES, Report, cases, check
@@ -49,7 +49,7 @@ def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
 
     cpu.observer = observe
     try:
-        status = runfile.run(file, args)
+        status = runfile.run(file, args, "lint")
     finally:
         cpu.observer = None
     return status, list(seen.values()) if os.environ.get("RANK", "0") == "0" else []
@@ -72,7 +72,11 @@ def describe(report: Report) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fluxlike lint", description=__doc__.splitlines()[0])
+    parser = command.Parser(
+        prog="python -m fluxlike lint",
+        description="Compiles kernels for GPUs that are not there, and finds what is wrong in the machine code. See docs/lint.md.",
+        epilog="Exit status: 1 if anything is found, 2 if there was nothing to look at.",
+    )
     parser.add_argument("--sm", default=",".join(map(str, CAPABILITIES)), help="compute capabilities (default: %(default)s)")
     parser.add_argument("--case", default="", help="only calls with this in their names, as gemm_rs-in_kernel")
     parser.add_argument("--jobs", type=int, help="processes (default: one a core)")
