@@ -190,12 +190,23 @@ def test_the_rate_of_a_version(version, rate):
     assert matrix.bandwidth[0][1] == rate and bool(matrix.notes) == (version == 99)
 
 
-def test_without_gpus(monkeypatch):
+def test_without_gpus(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", fake_torch(None, n=0))
     monkeypatch.delenv("FLUXLIKE_TOPOLOGY", raising=False)
     with pytest.raises(RuntimeError, match=r"no CUDA GPU.*FLUXLIKE_TOPOLOGY"):
         LinkMatrix.detect()
-    assert topo.main([]) == 1
+    for options in ([], ["--probe"]):
+        assert topo.main(options) == 1
+        assert capsys.readouterr().err.endswith(", or name a preset: python -m fluxlike topo p3.16xlarge\n")
+
+
+def test_a_machine_that_is_too_large_is_refused_before_it_is_shown(capsys):
+    assert topo.main(["ring-17"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "plans are made for up to 16" in said.err
+    with pytest.raises(SystemExit):
+        topo.main(["--help"])
+    assert "trees are planned for up to 16 GPUs" in " ".join(capsys.readouterr().out.split())
 
 
 def test_detection_is_what_is_used_without_a_name(monkeypatch, capsys):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..topology import Cost, LinkMatrix, Tree, current, load, measure, plan_trees, presets, probe
+from ..topology import Cost, LinkMatrix, Tree, current, detect, load, measure, plan_trees, presets, probe
 from ..topology.matrix import names_file
-from ..topology.plan import OBJECTIVES
+from ..topology.plan import MOST, OBJECTIVES
 from . import topo_report
 
 
@@ -23,7 +23,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fluxlike topo",
         description="Prints how GPUs are linked and the trees planned for that.",
-        epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}. More in docs/topology.md.",
+        epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}; trees are planned for up to {MOST} GPUs, or for more "
+        "on one switch. More in docs/topology.md.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
@@ -167,15 +168,15 @@ def write(path: str, data: dict[str, Any]) -> None:
 def one(asked: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Matrix and plan of one machine; the exit status."""
     matrix = probed() if asked.probe else load(asked.topology) if asked.topology else current()
-    print("\n".join(topo_report.matrix_lines(matrix)), flush=True)
-    if asked.save:
-        matrix.save(asked.save)
-        print(f"written: {asked.save}")
     options = {
         "k": asked.k, "objective": asked.objective, "link_usage_penalty": asked.link_usage_penalty,
         "backtrack": asked.backtrack, "seed": asked.seed, "roots": asked.roots,
     }  # fmt: skip
-    trees, cost, seconds = planned(matrix, **options)
+    trees, cost, seconds = planned(matrix, **options)  # first, as it may refuse, below a matrix of which nobody would see it
+    print("\n".join(topo_report.matrix_lines(matrix)), flush=True)
+    if asked.save:
+        matrix.save(asked.save)
+        print(f"written: {asked.save}")
     print("\n".join(topo_report.plan_lines(asked.objective, trees, cost, seconds)), flush=True)
     if asked.json:
         found = as_json(trees, cost, seconds)
@@ -198,5 +199,6 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         return one(asked, arguments)
     except (OSError, RuntimeError, ValueError) as error:
-        print(f"topo: {error}", file=sys.stderr)
+        preset = ", or name a preset: python -m fluxlike topo p3.16xlarge" if detect.REMEDY in str(error) else ""
+        print(f"topo: {error}{preset}", file=sys.stderr)
         return 1
