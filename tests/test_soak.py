@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks
@@ -518,6 +519,15 @@ def test_a_graph_that_does_nothing_is_found():
         assert status == 1 and {f["step"]["number"] for f in failures} == {step.number}
         calls = {f"replay {turn}, call {i} of the graph" for turn in range(step.repeats) for i in range(step.signature.graph_calls)}
         assert {f["which"] for f in failures} == {*calls, "against the reference"}
+
+
+def test_a_step_far_on_is_announced(monkeypatch):
+    told = []
+    monkeypatch.setattr(soak_plan, "find", lambda seed, ranks, profile, number: bursts(0, 1, 2, SMALL)[0].steps[0])
+    for only in (1000, 10_000_000):
+        asked = SimpleNamespace(seed=0, only=only)
+        soak.Soak.plan(SimpleNamespace(asked=asked, ranks=2, profile=SMALL, say=told.append, pool=range(1000)))
+    assert told == ["making the plan as far as step 10000000, which takes some 40 s"]
 
 
 def main_with_an_error(group):

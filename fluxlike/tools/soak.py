@@ -40,6 +40,8 @@ from .soak_report import growth, save, table, worst_of
 #: Room for the contexts of the GPU pool on four ranks, and to move them about.
 GPU_HEAP_BYTES = 4 << 30
 PROGRESS_S, CLOCKS_S = 10.0, 60.0
+#: Of a plan that is made and not run.
+STEPS_A_SECOND = 250_000
 
 
 @dataclass
@@ -272,6 +274,8 @@ class Soak:
     def plan(self) -> Iterator[Burst]:
         if self.asked.only is None:
             return soak_plan.bursts(self.asked.seed, self.ranks, self.profile)
+        if self.asked.only > STEPS_A_SECOND:
+            self.say(f"making the plan as far as step {self.asked.only}, which takes some {self.asked.only / STEPS_A_SECOND:.0f} s")
         step = replace(soak_plan.find(self.asked.seed, self.ranks, self.profile, self.asked.only), reference=True)
         self.pool = [self.pool[step.signature.index]]
         return repeat(Burst(f"step {step.number}, three times", (step, step, step)))
