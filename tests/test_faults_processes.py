@@ -229,6 +229,26 @@ def test_an_interrupted_torchrun(heap, tmp_path):
             torchrun.wait(10)
 
 
+@pytest.mark.skipif(TORCHRUN, reason="starts a launcher of its own")
+def test_a_program_that_ends_without_finalize(tmp_path):
+    """Its results are said and nothing is left; gloo may end a process by SIGABRT, which is torch's."""
+    program = tmp_path / "program.py"
+    program.write_text(UNFINISHED)
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", str(program)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    assert done.stdout.count("called") == 2
+
+
+UNFINISHED = """
+import torch, fluxlike
+fluxlike.init(heap="shm", heap_bytes=16 << 20)
+x = torch.ones(64, 32)
+fluxlike.gemm_rs(x, x)
+print("called", flush=True)
+"""
+
 ENDLESS = """
 import os, torch, fluxlike
 fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
