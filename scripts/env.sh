@@ -57,7 +57,7 @@ sys.exit(not (good and all(importlib.util.find_spec(name) for name in sys.argv[1
 PY
 }
 
-# A Python to build .venv from. 3.14 and later have no NVSHMEM packages yet.
+# A Python to build .venv from, of those that pyproject.toml allows. 3.14 and later have no NVSHMEM packages yet.
 base_python() {
   local fx_name fx_last
   for fx_last in 12 13; do # 3.13 where there is no other: the tests run with those before
@@ -85,8 +85,19 @@ venv_ready() {
   [ "$fx_have" = "$fx_want" ] || { [ "$fx_extra" = cpu ] && [ "${fx_have% *}" = "${fx_want% *}" ]; }
 }
 
+# Where pip finds torch without CUDA: PyPI has the one with it, gigabytes that a machine without GPUs has no use for. Nothing where
+# the user has told pip of places, which are then meant to be all, and where this one does not answer, as pip would try it often.
+cpu_wheels() {
+  local fx_url=https://download.pytorch.org/whl/cpu fx_pip=("$fx_venv/bin/python" -m pip)
+  [ "$fx_extra" = cpu ] || return 0
+  if "${fx_pip[@]}" config list 2>/dev/null | grep -E 'index|find-links' >/dev/null; then return 0; fi
+  if "${fx_pip[@]}" index versions torch --index-url "$fx_url" --timeout 10 --retries 0 >/dev/null 2>&1; then
+    echo "--extra-index-url=$fx_url"
+  fi
+}
+
 make_venv() {
-  local fx_base
+  local fx_base fx_wheels
   fx_base=$(base_python) || exit
   echo "fluxlike: setting up .venv with the extra '$fx_extra' (once; a few minutes and a network are needed)" >&2
   if [ -e "$fx_venv" ]; then # moved first, so that a removal cut short leaves no .venv that lost its mark
@@ -96,7 +107,8 @@ make_venv() {
   fi
   { mkdir "$fx_venv" && touch "$fx_mark"; } || die "cannot write $fx_venv; make $fx_root writable or set FLUXLIKE_PYTHON."
   "$fx_base" -m venv "$fx_venv" >&2 || die "$fx_base -m venv failed; set FLUXLIKE_PYTHON to a Python that has the packages."
-  (cd "$fx_root" && "$fx_venv/bin/python" -m pip install -qq --disable-pip-version-check -e ".[$fx_extra,test]" >&2) ||
+  fx_wheels=$(cpu_wheels)
+  (cd "$fx_root" && "$fx_venv/bin/python" -m pip install -qq --disable-pip-version-check ${fx_wheels:+"$fx_wheels"} -e ".[$fx_extra,test]" >&2) ||
     die "pip could not install the packages (see above); mend that and run again, or set FLUXLIKE_PYTHON to a Python that has them."
   recipe >"$fx_stamp"
 }

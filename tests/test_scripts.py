@@ -225,6 +225,27 @@ def test_a_tutorial_says_once_what_its_arguments_are(given):
     assert (done.stdout + done.stderr).count("usage:") == 1 and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("extra", "configured", "answers", "added"),
+    (("cpu", "", 0, True), ("cpu", "global.index-url='https://mirror'", 0, False), ("cpu", "", 1, False), ("cu13", "", 0, False)),
+)
+def test_torch_without_cuda_for_machines_without_gpus(tmp_path, extra, configured, answers, added):
+    """make_venv with a stand-in for Python, whose venv has a stand-in for pip that writes down what it is to install."""
+    python = f"""case "$*" in
+      "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+      "-m pip config list") echo "{configured}" ;;
+      "-m pip index versions torch "*) exit {answers} ;;
+      "-m pip install "*) echo "$*" >>{tmp_path}/ran ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    env = with_stand_ins(tmp_path, {"python3": python})
+    script = f". scripts/env.sh; fx_venv={tmp_path}/venv fx_mark=$fx_venv/mark fx_stamp=$fx_venv/stamp fx_extra={extra}; make_venv"
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    ran = (tmp_path / "ran").read_text()
+    assert f".[{extra},test]" in ran and ("--extra-index-url=https://download.pytorch.org/whl/cpu" in ran) == added
+
+
 def test_parts_of_the_gpu_tests_begin_at_different_places():
     items = list(range(100))
     parts = [conftest.turned(items[first::7], first, 7) for first in range(7)]
