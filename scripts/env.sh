@@ -125,11 +125,12 @@ ensure_venv() (
 # find_python [MODULE...]: sets fx_gpus, fx_places, how many ranks they are for, and fx_python to one that has torch, Triton, NVSHMEM
 # where there are GPUs, and the modules.
 find_python() {
-  local fx_needs=(torch triton numpy "$@")
+  local fx_runs=(torch triton numpy) fx_needs
   [[ ${FLUXLIKE_RANKS_PER_GPU:-1} =~ ^[1-9][0-9]*$ ]] || die "FLUXLIKE_RANKS_PER_GPU=$FLUXLIKE_RANKS_PER_GPU is not a positive number."
   fx_gpus=$(gpu_count)
   fx_places=$((fx_gpus * ${FLUXLIKE_RANKS_PER_GPU:-1}))
-  [ "$fx_gpus" -eq 0 ] || fx_needs+=(nvshmem.core cuda.bindings)
+  [ "$fx_gpus" -eq 0 ] || fx_runs+=(nvshmem.core cuda.bindings)
+  fx_needs=("${fx_runs[@]}" "$@")
   if [ -n "${FLUXLIKE_PYTHON:-}" ]; then
     fx_python=$(command -v "$FLUXLIKE_PYTHON") || fx_python=$FLUXLIKE_PYTHON
     "$fx_python" -c '' 2>/dev/null ||
@@ -138,6 +139,10 @@ find_python() {
     fx_python=$(command -v python3)
   else
     fx_python=$fx_venv/bin/python
+    if [ $# -gt 0 ] && suits python3 "${fx_runs[@]}"; then # by which launch.sh goes, so that the two may have different torches
+      echo "fluxlike: $(command -v python3) lacks some of $*, so .venv is used, whose torch may be another;" \
+        "to use the former: python3 -m pip install ${*//_/-}" >&2
+    fi
     if [ -e "$fx_venv" ] && [ ! -e "$fx_mark" ] && ! rmdir "$fx_venv" 2>/dev/null; then
       suits "$fx_python" "${fx_needs[@]}" ||
         die ".venv lacks some of ${fx_needs[*]} and was not made by this script; install the package into it (pip install -e '.[$(extra_for_machine),test]') or move it away."

@@ -246,6 +246,23 @@ def test_torch_without_cuda_for_machines_without_gpus(tmp_path, extra, configure
     assert f".[{extra},test]" in ran and ("--extra-index-url=https://download.pytorch.org/whl/cpu" in ran) == added
 
 
+@pytest.mark.parametrize("lacks", ("pytest", "torch"))
+def test_a_python_without_what_the_tests_need_is_named(tmp_path, lacks):
+    """What launch.sh takes and test.sh does not; one that neither takes is not worth a word."""
+    python = f"""case "$*" in
+      "-P - "*{lacks}*) exit 1 ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    env = with_stand_ins(tmp_path, {"python3": python})
+    env.pop("FLUXLIKE_PYTHON")
+    env |= {"CUDA_VISIBLE_DEVICES": ""}
+    script = f". scripts/env.sh; fx_venv={tmp_path}/venv; ensure_venv() {{ :; }}; find_python pytest pytest_timeout"
+    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = f"fluxlike: {tmp_path}/python3 lacks some of pytest pytest_timeout, so .venv is used, whose torch may be another; "
+    assert done.stderr == (f"{said}to use the former: python3 -m pip install pytest pytest-timeout\n" if lacks == "pytest" else "")
+
+
 def test_parts_of_the_gpu_tests_begin_at_different_places():
     items = list(range(100))
     parts = [conftest.turned(items[first::7], first, 7) for first in range(7)]
