@@ -10,7 +10,7 @@ usage: launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] FILE [ARGS...]
        launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] -m MODULE [ARGS...]
 
 Runs FILE or MODULE under torchrun in N processes of this host (default: one a GPU, or 4 without GPUs). Over several hosts: the same
-command on each, in any order within ten minutes, with the address of one of them.
+command on each, in any order within ten minutes, with the address of one of them. The exit status is that of the rank that failed.
 FLUXLIKE_PYTHON names the Python to use; without it, the active python3 if it has what is needed, else .venv, set up once.
 EOT
 }
