@@ -4,6 +4,8 @@ import argparse
 import importlib
 import sys
 
+from .tools.once import Parser
+
 # tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
 TOOLS = {
     "doctor": "what this machine has, what fluxlike would use, and what to mend",
@@ -24,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has ASCII only gets a ? for an arrow, and no traceback
     width = max(map(len, TOOLS))
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m fluxlike",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="tools:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TOOLS.items()),

@@ -18,7 +18,7 @@ import fluxlike
 pytest.importorskip("rich")
 
 from fluxlike.ops import tuning
-from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, links, soak, trace, tune
+from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, links, once, soak, trace, tune
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
@@ -303,7 +303,7 @@ def test_defaults():
     ),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
-    monkeypatch.setattr(bench.command, "GRACE_S", 0)
+    monkeypatch.setattr(once, "GRACE_S", 0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
@@ -321,7 +321,7 @@ def test_shapes_for_the_interpreter(op, capsys):
     fits = (*kind.parse(kind.LARGEST), *kind.SUITES["toy"])
     assert bench.parse([op, "--shapes", kind.LARGEST], cuda=False).shapes == [fits[0]]
     with pytest.raises(SystemExit):
-        bench.command.refuse_large(bench.command.Parser(), [*fits, max(kind.SUITES["headline"], key=kind.work)], False, kind)
+        bench.command.refuse_large(once.Parser(), [*fits, max(kind.SUITES["headline"], key=kind.work)], False, kind)
     assert f"without GPUs {kind.LARGEST} is the most" in capsys.readouterr().err
 
 
@@ -346,7 +346,7 @@ def test_a_complaint_of_a_rank_that_comes_late(tmp_path):
 
 def test_without_rich(monkeypatch, capsys):
     """The package may be missing on the second host only, so its first rank says so, too."""
-    monkeypatch.setattr(bench.command, "GRACE_S", 0)
+    monkeypatch.setattr(once, "GRACE_S", 0)
     monkeypatch.setattr(bench.command.importlib.util, "find_spec", lambda name: None)
     for rank, local in (("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")):
         monkeypatch.setenv("RANK", rank)

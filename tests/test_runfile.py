@@ -44,6 +44,12 @@ def test_the_exit_status_is_the_program_s(program, capsys, end, status, said):
     assert capsys.readouterr().err == said
 
 
+def test_racecheck_leaves_triton_to_the_program(program):
+    """Which may set variables that count when Triton is imported."""
+    file = program("import sys\nsys.exit(9 if 'triton' in sys.modules else 3)\n")
+    assert subprocess.run([sys.executable, "-m", "fluxlike", "racecheck", file], capture_output=True, timeout=100).returncode == 3
+
+
 def test_an_exception_is_not_swallowed(program):
     with pytest.raises(ZeroDivisionError):
         runfile.run(program("1 / 0"), [])

@@ -216,10 +216,11 @@ def test_an_option_of_launch_behind_the_program(tmp_path, given):
     assert done.stderr == f"launch.sh: --nproc is given to {program}; to be launch.sh's it must stand before it\n"
 
 
+@pytest.mark.parametrize("program", (["tutorials/03_gemm_reduce_scatter.py"], ["-m", "fluxlike"], ["-m", "fluxlike", "racecheck"]))
 @pytest.mark.parametrize("given", (["--m", "many"], ["--help"]))
-def test_a_tutorial_says_once_what_its_arguments_are(given):
+def test_what_the_arguments_are_is_said_once(program, given):
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    command = ["bash", "scripts/launch.sh", "--nproc", "2", "tutorials/03_gemm_reduce_scatter.py", *given]
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", *program, *given]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == (0 if given == ["--help"] else 2)
     assert (done.stdout + done.stderr).count("usage:") == 1 and "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.tiling import MIN_TILE
 from fluxlike.runtime import world
-from fluxlike.tools import command, soak, soak_check, soak_machine, soak_plan, soak_report
+from fluxlike.tools import command, once, soak, soak_check, soak_machine, soak_plan, soak_report
 from fluxlike.tools.soak_plan import CPU, GPU, Signature
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -546,7 +546,7 @@ def test_an_exception_on_one_rank_ends_all():
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    monkeypatch.setattr(soak.command, "GRACE_S", 0)
+    monkeypatch.setattr(once, "GRACE_S", 0)
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:

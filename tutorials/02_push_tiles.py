@@ -45,7 +45,7 @@ from fluxlike.kernels.tiles import cdiv
 from fluxlike.ops.context import Context
 from fluxlike.ops.group import resolve
 from fluxlike.ops.tiling import Tiling
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU, CPU = {"m": 8192, "n": 8192, "calls": 6}, {"m": 200, "n": 300, "calls": 6}
 TILE = Tiling(bm=64, bn=128, bk=1, group_m=1, warps=4, stages=1, tma=False)

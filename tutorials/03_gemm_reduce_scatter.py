@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU, CPU = {"m": 8192, "n": 8192, "k": 28672}, {"m": 256, "n": 192, "k": 256}
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it

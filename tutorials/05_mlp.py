@@ -36,7 +36,7 @@ from torch import nn
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU = {"hidden": [4096], "inner": [14336], "tokens": [4096, 1000, 1, 37, 4096]}
 CPU = {"hidden": [96], "inner": [192], "tokens": [64, 37, 1, 64]}

@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fluxlike
 from fluxlike.nn import RowwiseParallel, SharedGather
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 DIM, INNER, HEAD = 32, 64, 4
 

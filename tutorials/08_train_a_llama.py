@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import fluxlike
 from fluxlike.nn import ColwiseParallel, RowwiseParallel, SharedGather
 from fluxlike.tools import turns
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU = {"hidden": 1024, "inner": 2816, "layers": 4, "heads": 16, "vocabulary": 4096, "batch": 4, "tokens": 1024, "steps": 200}
 CPU = {"hidden": 32, "inner": 64, "layers": 2, "heads": 8, "vocabulary": 64, "batch": 2, "tokens": 8, "steps": 2}

@@ -49,7 +49,7 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.trees import TreeContext
 from fluxlike.runtime import world
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 from fluxlike.tools.topo import planned
 from fluxlike.tools.topo_report import draw, matrix_lines, plan_lines
 from fluxlike.topology import LinkMatrix, current

@@ -47,7 +47,7 @@ from torch import nn
 import fluxlike
 from fluxlike.runtime import world
 from fluxlike.tools import sparse_baselines
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
 #: What the flags are with GPUs and without.

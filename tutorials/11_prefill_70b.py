@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.tools import turns
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU = {"tokens": 8192, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "layers": 0, "rounds": 7}
 CPU = {"tokens": 64, "hidden": 64, "inner": 128, "heads": 8, "kv_heads": 4, "layers": 2, "rounds": 1}

@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 import fluxlike
 from fluxlike.nn import AsyncTP
 from fluxlike.tools import turns
-from fluxlike.tools.command import Parser
+from fluxlike.tools.once import Parser
 
 GPU = {"tokens": 8192, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "layers": 2, "rounds": 7}
 CPU = {"tokens": 16, "hidden": 32, "inner": 64, "heads": 8, "kv_heads": 4, "layers": 1, "rounds": 1}

@@ -7,43 +7,16 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import fluxlike
 
 from ..runtime import world
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
-
-#: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
-#: launcher ends all ranks as soon as one has ended, so nobody waits for them to pass.
-GRACE_S = 60.0
-
-
-def speaks() -> bool:
-    """Whether this rank says what is the same on all, or on all of its host; the others leave it time to.
-
-    One of each host does, as a command line or a missing package need be wrong on one host only.
-    """
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        return True
-    time.sleep(GRACE_S)
-    return False
-
-
-class Parser(argparse.ArgumentParser):
-    """Complains and helps once a host, not once a rank."""
-
-    def print_help(self, file: Any = None) -> None:
-        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-            super().print_help(file)
-
-    def error(self, message: str) -> NoReturn:
-        if speaks():
-            super().error(message)
-        sys.exit(2)
+from .once import Parser as Parser  # for the tools, too
+from .once import speaks
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,6 @@ machine; `describe`, `diagnose` and `choose_heap` turn the facts into rows, prob
 tried with made-up facts); `render` prints them.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import __version__
+from . import once
 from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 
 OLDEST_PYTHON = (3, 11)
@@ -413,7 +413,7 @@ def render(rows: Sequence[Row], problems: Sequence[Problem], heap: Heap) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = once.Parser(
         prog="python -m fluxlike doctor",
         description="Says what this machine has, which heap fluxlike would use, and what to mend.",
         epilog="Exit status: 0 if fluxlike can run here, on GPUs or on the CPU; 1 if it cannot.",

@@ -197,7 +197,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m fluxlike model",
         description="Predicts gemm_rs and ag_gemm on clusters that are not there, by discrete events.",
         epilog="What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in one direction.",

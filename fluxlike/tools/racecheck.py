@@ -12,13 +12,13 @@ import os
 import sys
 
 from ..runtime import env, raceverdict
-from . import command, runfile
+from . import once, runfile
 
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["--cost"]:
         return importlib.import_module(".racecheck_cost", __package__).main(argv[1:])  # type: ignore[no-any-return]
-    parser = command.Parser(
+    parser = once.Parser(
         prog="python -m fluxlike racecheck",
         description="Runs a program on the CPU heap and finds accesses that no signal orders. See docs/racecheck.md.",
         epilog="Instead of a program, --cost measures what the checker costs; --cost --help says more.",

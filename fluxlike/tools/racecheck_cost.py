@@ -5,7 +5,6 @@ that does not count, each behind a barrier, of the rank where it is larger. Off 
 the checker is of a whole process; the figures are the medians over the rounds, whose times are in the record, too.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -82,7 +81,7 @@ def table(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = command.Parser(
         prog="python -m fluxlike racecheck --cost",
         description=f"Measures what the race checker costs, on {RANKS} ranks that it starts itself; two or three minutes.",
     )

@@ -5,8 +5,6 @@ import os
 import runpy
 import sys
 
-from ..runtime.world import NOT_LAUNCHED
-
 
 def arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """Add FILE and its own arguments to a tool's."""
@@ -26,6 +24,8 @@ def run(file: str, args: list[str], tool: str = "") -> int:
         print(leaving.code, file=sys.stderr)
         return 1
     except RuntimeError as error:
+        from ..runtime.world import NOT_LAUNCHED  # not before the program, which may set variables before it imports Triton
+
         if not str(error).startswith(NOT_LAUNCHED):
             raise
         print(f"{tool}: {error}", file=sys.stderr)

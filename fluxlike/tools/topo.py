@@ -16,11 +16,11 @@ from typing import Any
 from ..topology import Cost, LinkMatrix, Tree, current, detect, load, measure, plan_trees, presets, probe
 from ..topology.matrix import names_file
 from ..topology.plan import MOST, OBJECTIVES
-from . import topo_report
+from . import once, topo_report
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = once.Parser(
         prog="python -m fluxlike topo",
         description="Prints how GPUs are linked and the trees planned for that.",
         epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}; trees are planned for up to {MOST} GPUs, or for more "

@@ -19,7 +19,7 @@ from typing import Any
 import triton
 
 from ...runtime import cpu, world
-from .. import command, runfile
+from .. import once, runfile
 from .compiling import Launch, build, launch_of
 from .rules import SHARED, Spec, lint_built, shared_of
 from .variants import CAPABILITIES, Report, cases, check
@@ -72,7 +72,7 @@ def describe(report: Report) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = command.Parser(
+    parser = once.Parser(
         prog="python -m fluxlike lint",
         description="Compiles kernels for GPUs that are not there, and finds what is wrong in the machine code. See docs/lint.md.",
         epilog="Exit status: 1 if anything is found, 2 if there was nothing to look at.",

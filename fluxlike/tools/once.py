@@ -1,0 +1,40 @@
+"""What is the same on all ranks is said by one of each host: complaints about a command line, and help.
+
+Imports nothing of weight: `racecheck` runs programs that may set variables before they import Triton.
+"""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any, NoReturn
+
+#: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
+#: launcher ends all ranks as soon as one has ended, so nobody waits for them to pass.
+GRACE_S = 60.0
+
+
+def is_first() -> bool:
+    """Of each host, as a command line or a missing package need be wrong on one host only."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
+def speaks() -> bool:
+    """Whether this rank says why all end, or all of its host; the others leave it time to."""
+    if is_first():
+        return True
+    time.sleep(GRACE_S)
+    return False
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains and helps once a host, not once a rank."""
+
+    def print_help(self, file: Any = None) -> None:
+        if is_first():
+            super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        if speaks():
+            super().error(message)
+        sys.exit(2)
