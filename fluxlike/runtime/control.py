@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fluxlike")
 
-#: How often these ranks have made connections by a key: the same number on all of them, so part of a name they agree on.
+#: The number of this rank's last attempt to connect these ranks by a key; they agree on the next one, see `ControlGroup._attempt`.
 _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _counting = threading.Lock()
 
@@ -104,18 +104,54 @@ class ControlGroup:
         self._left: Any = None
         #: The beginning of a meeting: the exchange of gloo's, and where it puts what the ranks say.
         self._begun: tuple[Any, list[torch.Tensor]] | None = None
-        # of two groups of the same ranks each rank may connect another one first
-        with _counting:
-            _made[key, tuple(self.ranks)] += 1
-            time = _made[key, tuple(self.ranks)]
-        store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"fluxlike/{'-'.join(map(str, self.ranks))}/{key}/{time}", dist.distributed_c10d._get_default_store()
-        )
+        self._gloo: Any = self._connect()
+        keep_in_children(self._gloo)
+
+    def _connect(self) -> Any:
+        """Gloo's connections, over torch's store: under a number of the attempt, as addresses of one that failed stay there."""
+        prefix = f"fluxlike/{'-'.join(map(str, self.ranks))}/{self.key}"  # each rank may connect another group of them first
+        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
         try:
-            self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.patience()))
+            numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
+            return dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
+        except PeerTimeout:
+            raise
         except RuntimeError as error:
             raise self._nobody("connecting the ranks of a group", error) from error
-        keep_in_children(self._gloo)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the store may be what has failed
+                store.set(f"at/{self.rank}", "0")
+
+    def _attempt(self, store: Any) -> int:
+        """The number of this attempt to connect, once all ranks are at it. PeerTimeout if one does not come.
+
+        A rank has waited alone, or is a new process, so the ranks' own counts differ: each says its next one in the store, and 0
+        when it has left, and the highest is a number that no rank has used.
+        """
+        keys, which = [f"at/{rank}" for rank in range(self.size)], (self.key, tuple(self.ranks))
+        with _counting:
+            _made[which] += 1
+            number = _made[which]
+        store.set(keys[self.rank], str(number))
+        deadline, pause = time.monotonic() + self.patience(), 1e-4
+        while True:
+            said = [int(store.get(key)) for key in keys] if store.check(keys) else [0]
+            if max(said) > number:
+                with _counting:
+                    number = _made[which] = max(said)
+                store.set(keys[self.rank], str(number))
+            elif min(said) == number:
+                return number
+            elif time.monotonic() > deadline:
+                here = [store.check([key]) and store.get(key) != b"0" for key in keys]
+                missing = [rank for rank, there in zip(self.ranks, here, strict=True) if not there]
+                raise PeerTimeout(
+                    f"connecting the ranks of a group: not every rank of {self.ranks} came within {self.patience():g} s, "
+                    f"{f'not ranks {missing}' if missing else 'or some left again'}; all ranks of the group must make this call "
+                    "and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
 
     @property
     def spans(self) -> bool:

@@ -84,9 +84,11 @@ class World:
             env.racecheck()
             env.tune()
             env.torch_products()
+            env.log_level()
         except (RuntimeError, ValueError) as problem:
             error = problem
         self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)
+        log.setLevel(env.log_level())
         self.executor = executor
         self.device: torch.device = executor.device
         executor.start(self.control)
@@ -254,7 +256,6 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
         raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")
     if group is not None:
         check_group(group)
-    logging.getLogger("fluxlike").setLevel(env.log_level())
     owns_torch = not dist.is_initialized()
     try:
         if owns_torch:
