@@ -236,6 +236,11 @@ class Context(GroupContext):
         """Make the calls that follow as ``made`` says, None: as is best. For tuning and tests; on all ranks alike."""
         self._used, self._plans = made, self._plans_of.setdefault(made, {})
 
+    def abandon(self) -> None:
+        super().abandon()
+        if hasattr(self, "engine"):  # of one that is half made, too
+            self.engine.abandon()
+
     def drop(self) -> None:
         if hasattr(self.engine, "close"):
             self.engine.close()

@@ -398,6 +398,11 @@ class GroupContext(Held):
                     context.board.members.remove(context)
                 context.world.heap.free(context.block)
 
+    def abandon(self) -> None:
+        self.closed = True
+        if hasattr(self, "ctl"):
+            _by_ctl.pop(self.ctl.data_ptr(), None)
+
     def _end(self) -> None:
         """No call comes any more, and the device is done. Of one that is half made, too."""
         self.closed = True

@@ -61,6 +61,9 @@ class Held(metaclass=Making):
     def unmake(self) -> None:
         """The making has failed, on all ranks alike: what there is by now goes back, as nobody could close it."""
 
+    def abandon(self) -> None:
+        """It cannot be closed, as a peer or the device may still write to it: threads end, and the memory of the heap stays."""
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             f"{type(self).__name__} has memory that the ranks share, so it cannot be copied or pickled; make another one for the "

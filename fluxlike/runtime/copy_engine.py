@@ -143,6 +143,9 @@ class CudaCopyEngine:
         for key in list(self._graphs):
             self._forget(key)
 
+    def abandon(self) -> None:
+        """No job comes any more, and the device may not be done: the graphs stay."""
+
     def cancel(self) -> None:
         """Nothing to do: the stream only waits for this rank's kernel, which ends."""
 

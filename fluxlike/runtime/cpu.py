@@ -66,9 +66,13 @@ class CpuCopyEngine:
         self._cancelled.set()
 
     def close(self) -> None:
+        self.abandon()
+        self._thread.join(5)
+
+    def abandon(self) -> None:
+        """No job comes any more: the thread ends, and is not waited for."""
         self._cancelled.set()
         self._jobs.put(None)
-        self._thread.join(5)
 
     def wait(self, address: int, value: int) -> None:
         self._queue(lambda: self._wait(address, value))

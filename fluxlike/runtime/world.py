@@ -43,6 +43,7 @@ class Closable(Protocol):
 
     def unseen_failure(self) -> Exception | None: ...
     def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class World:
@@ -180,24 +181,48 @@ class World:
         return [self.sharing.ranks.index(rank) for rank in control.ranks]
 
     def close(self) -> None:
-        """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang."""
-        self.executor.synchronize()
-        unseen = [failure for context in self.contexts if (failure := context.unseen_failure()) is not None]
+        """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang.
+
+        Whatever is raised in here, an interrupt, too, the connections end: the peers see that, and need not wait.
+        """
+        unseen: list[Exception] = []
+        try:
+            done = self._close_contexts(unseen)
+            # in other words where this rank cannot end the heap: then the others must not try
+            everyone, mismatch = self.control.part("fluxlike.finalize" + ("" if done else ", with a device that fails"))
+            if mismatch is not None:
+                unseen.append(mismatch)
+            if everyone:
+                self.heap.close()
+                self.executor.stop()
+        finally:
+            self._disconnect()
+            for context in tuple(self.contexts):  # what could not be closed
+                context.abandon()
+        if unseen:
+            raise unseen[0]
+
+    def _close_contexts(self, unseen: list[Exception]) -> bool:
+        """Whether this rank's device is done, so that it may end the heap; adds to ``unseen`` what nobody has raised yet."""
+        done = True
+        try:
+            self.executor.synchronize()
+        except Exception as error:  # as of a kernel of the program's own; the peers must not wait for this rank
+            unseen.append(error)
+            done = False
+        for context in self.contexts:
+            try:
+                failure = context.unseen_failure()
+            except Exception as error:
+                failure = error
+            unseen += [] if failure is None else [failure]
         # Threads of each rank make contexts of different groups in an order of their own; those of one group have one on all ranks.
         for context in sorted(self.contexts, key=lambda context: (context.control.whole.ranks, context.control.key)):
             try:
                 context.close()
             except Exception as error:  # whatever it is, the others, the heap and the connections must be closed, too
                 unseen.append(error)
-        everyone, mismatch = self.control.part("fluxlike.finalize")
-        if mismatch is not None:
-            unseen.append(mismatch)
-        if everyone:
-            self.heap.close()
-            self.executor.stop()
-        self._disconnect()
-        if unseen:
-            raise unseen[0]
+        return done
 
 
 def _heap_size(heap_bytes: int | None) -> int | None:

@@ -1,0 +1,49 @@
+"""finalize when something is wrong: everything is ended all the same, and nobody waits for longer than is said."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from faults import fresh, held, make_context, nothing_left_behind, start, told, works  # noqa: F401
+
+import fluxlike
+from fluxlike.runtime import world
+
+#: Of a meeting 3 s.
+LIMIT = {"FLUXLIKE_TIMEOUT_S": "1"}
+
+
+def engines() -> int:
+    return sum(thread.name == "fluxlike-copy-engine" for thread in threading.enumerate())
+
+
+def device_fails(group, error):
+    """Rank 0 cannot wait for its device, as after a bad kernel, or is interrupted there; contexts are open."""
+    start()
+    works(group)
+    before = make_context("gemm_rs", "copy_engine"), fluxlike.all_reduce(torch.ones(8))
+    if dist.get_rank() == 0:
+
+        def fails():
+            raise error("an illegal memory access")
+
+        world.current().executor.synchronize = fails
+    said, took = told(fluxlike.finalize, RuntimeError, KeyboardInterrupt)
+    assert not fluxlike.is_initialized()
+    del before
+    _, _, maps = held()
+    left = maps, engines()
+    start()
+    works(group)
+    fluxlike.finalize()
+    return said, took, left
+
+
+def test_a_device_that_fails():
+    for error in (RuntimeError, KeyboardInterrupt):
+        outcomes = fresh(device_fails, 2, LIMIT, error=error)
+        for outcome in outcomes:
+            assert outcome.ok, str(outcome)
+            said, took, left = outcome.value
+            assert took < 1 and left == (0, 0), outcome.value
+            assert (said == f"{error.__name__}: an illegal memory access") == (outcome.rank == 0), said
