@@ -346,7 +346,8 @@ def test_who_raises_says_so_before_it_waits_for_the_others():
             continue
         ((after, message),) = outcome.value
         assert after < LIMIT_S / 2
-        assert f"rank {GUILTY}: KeyError: 'no such layer'; fluxlike.finalize waits up to {LIMIT_S + 2:g} s" in message
+        assert f"rank {GUILTY}: KeyError: 'no such layer'; before this rank goes on," in message
+        assert f"fluxlike.finalize waits up to {LIMIT_S + 2:g} s" in message
 
 
 def test_creation_without_one_rank_does_not_hang():

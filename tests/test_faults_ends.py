@@ -47,3 +47,21 @@ def test_a_device_that_fails():
             said, took, left = outcome.value
             assert took < 1 and left == (0, 0), outcome.value
             assert (said == f"{error.__name__}: an illegal memory access") == (outcome.rank == 0), said
+
+
+def torch_ends_first(group):
+    """In a ``finally`` behind an exception, torch's groups are ended before fluxlike."""
+    start()
+    works(group)
+    try:
+        raise KeyError("no such layer")
+    except KeyError:
+        dist.destroy_process_group()
+        said, _ = told(fluxlike.finalize, Exception)
+    return said, held()[2], engines()
+
+
+def test_torch_s_groups_that_end_before_fluxlike():
+    for outcome in fresh(torch_ends_first, 2, LIMIT):
+        assert outcome.ok, str(outcome)
+        assert outcome.value == ("", 0, 0), outcome.value

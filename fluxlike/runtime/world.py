@@ -357,11 +357,11 @@ def finalize() -> None:
     if world is None:
         return
     error = sys.exc_info()[1]
-    exits = isinstance(error, SystemExit)
-    if error is not None and world.control.size > 1 and not (exits and error.code in (None, 0)):  # type: ignore[attr-defined]
-        log.error(
-            "rank %d: %s: %s; fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others, then the %s",
-            dist.get_rank(), type(error).__name__, error, world.control.patience(), "process ends" if exits else "traceback comes",
+    exits = isinstance(error, SystemExit) and error.code in (None, 0)
+    if error is not None and world.control.size > 1 and not exits:
+        log.error(  # torch's groups may have ended before, so nothing is asked of them
+            "rank %d: %s: %s; before this rank goes on, fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others",
+            world.control.ranks[world.rank], type(error).__name__, error, world.control.patience(),
         )  # fmt: skip
     try:
         world.close()
