@@ -1,5 +1,6 @@
 """How the ranks of a group connect, and what they agree on before they have anything in common."""
 
+import ctypes
 import os
 import time
 
@@ -89,3 +90,16 @@ def test_a_level_that_one_rank_cannot_read():
         assert outcome.ok, str(outcome)
         message, seconds = outcome.value
         assert "FLUXLIKE_LOG='info' is not one of DEBUG, INFO" in message and seconds < 2, outcome.value
+
+
+def named(group):
+    """A program whose name the kernel cuts within a character, after 15 bytes."""
+    ctypes.CDLL(None).prctl(15, "обучение.py".encode(), 0, 0, 0)  # PR_SET_NAME
+    init()
+    adds()
+    fluxlike.finalize()
+
+
+def test_a_program_with_a_long_name_that_is_not_ascii():
+    for outcome in run_fresh(named, 2, LIMIT):
+        assert outcome.ok, str(outcome)

@@ -276,8 +276,8 @@ def _text(entry: tuple[Any, ...]) -> str:
 def _process(pid: int) -> tuple[str, int]:
     """State and start time of a process; the latter tells it from another that has got its number."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rsplit(")", 1)[1].split()
+        with open(f"/proc/{pid}/stat", "rb") as file:  # the kernel cuts the name of a program anywhere, also within a character
+            fields = file.read().rsplit(b")", 1)[1].decode().split()
         return fields[0], int(fields[19])
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
