@@ -1,6 +1,7 @@
 """What SECURITY.md promises: memory that only its user reaches, messages that are data, nothing run that was read."""
 
 import ast
+import errno
 import fcntl
 import json
 import mmap
@@ -52,6 +53,29 @@ def test_shared_memory_is_for_its_owner_and_cannot_be_resized(shared):
     memfd.mapped(again, mmap.PAGESIZE)[7] = 9
     os.close(again)
     assert memfd.mapped(shared, mmap.PAGESIZE)[7] == 9
+
+
+@pytest.mark.parametrize("noexec", (False, True), ids=("older kernel", "vm.memfd_noexec"))
+def test_kernels_that_seal_more_or_know_less(monkeypatch, noexec):
+    """Where vm.memfd_noexec is set the kernel adds a seal of its own, F_SEAL_EXEC; before Linux 6.3 it refuses the flag for it."""
+    real = os.memfd_create
+
+    def create(name, flags):
+        if noexec:
+            return real(name, flags | 0x8)
+        if flags & ~(os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", create)
+    try:
+        fd = memfd.make("fluxlike-test", mmap.PAGESIZE, reserve=True)
+    except OSError as problem:
+        if noexec and problem.errno == errno.EINVAL:
+            pytest.skip("this kernel does not know the seal")
+        raise
+    os.close(memfd.open_peer(os.getpid(), fd, mmap.PAGESIZE))
+    os.close(fd)
 
 
 def test_sparse_memory_is_made_the_same_way():
