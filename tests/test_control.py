@@ -1,6 +1,7 @@
 """How the ranks of a group connect, and what they agree on before they have anything in common."""
 
 import ctypes
+import logging
 import os
 import time
 
@@ -73,23 +74,66 @@ def test_a_rank_that_begins_anew():
         assert outcome.value < 2, outcome.value
 
 
+WRONG = {
+    "FLUXLIKE_LOG": ("info", "is not one of DEBUG, INFO"),
+    "FLUXLIKE_PUTS": ("gpu", "is not one of host, device, auto"),
+    "FLUXLIKE_TREE_ARRAY_BOUND": ("-1", "0 or more"),
+    "FLUXLIKE_TOPOLOGY": ("nosuch", "no topology"),
+}
+
+
 def cannot_read(group):
-    """One rank's environment has a level that there is not: all are told, and nobody waits."""
-    if dist.get_rank() == 1:
-        os.environ["FLUXLIKE_LOG"] = "info"
-    message, seconds = told(init, ValueError)
-    os.environ.pop("FLUXLIKE_LOG", None)
+    """One rank's environment has values that there are not: all are told, and nobody waits."""
+    said = {}
+    for name, (value, _) in WRONG.items():
+        if dist.get_rank() == 1:
+            os.environ[name] = value
+        said[name] = told(init, ValueError)
+        os.environ.pop(name, None)
     init()
     adds()
     fluxlike.finalize()
-    return message, seconds
+    return said
 
 
-def test_a_level_that_one_rank_cannot_read():
+def test_a_variable_that_one_rank_cannot_read():
     for outcome in run_fresh(cannot_read, 2, LIMIT):
         assert outcome.ok, str(outcome)
-        message, seconds = outcome.value
-        assert "FLUXLIKE_LOG='info' is not one of DEBUG, INFO" in message and seconds < 2, outcome.value
+        for name, (message, seconds) in outcome.value.items():
+            value, words = WRONG[name]
+            assert f"{name}={value!r}" in message and words in message and seconds < 2, outcome.value
+
+
+MISSPELT = "FLUXLIKE_" + "TIMEOUT"
+
+
+def misspelt(group):
+    """What is logged of variables that there are not, and the level of a program that has set one."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("fluxlike")
+    logger.addHandler(handler)
+    init()
+    fluxlike.finalize()
+    logger.setLevel("ERROR")
+    init()
+    fluxlike.finalize()
+    before = logger.level
+    os.environ["FLUXLIKE_LOG"] = "INFO"
+    init()
+    fluxlike.finalize()
+    return said[:1], len(said), before, logger.level
+
+
+def test_a_misspelt_variable():
+    outcomes = run_fresh(misspelt, 2, {MISSPELT: "5", "FLUXLIKE_TEST_FUZZ": "1"})
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        assert outcome.value[2:] == (logging.ERROR, logging.INFO)
+    warning = f"{MISSPELT} is no variable of fluxlike; write FLUXLIKE_TIMEOUT_S if you mean that, else unset it"
+    assert outcomes[0].value[:2] == ([warning], 2)
+    assert outcomes[1].value[:2] == ([], 0)
 
 
 def named(group):

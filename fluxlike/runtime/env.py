@@ -3,6 +3,7 @@
 import difflib
 import os
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 
@@ -26,7 +27,7 @@ TABLE = (
     Variable("FLUXLIKE_RANKS_PER_GPU", "1", "ranks that share a GPU, to run more ranks than there are GPUs, see docs/one_gpu.md"),
     Variable("FLUXLIKE_VIRTUAL_NODES", "1", "splits the ranks of a host into so many nodes, see docs/nodes.md"),
     Variable("FLUXLIKE_PUTS", "auto", "who puts to other nodes' GPUs: host, device or auto, see docs/nodes.md"),
-    Variable("FLUXLIKE_LOG", "WARNING", "level of the logger 'fluxlike'"),
+    Variable("FLUXLIKE_LOG", "", "level of the logger 'fluxlike', as INFO; default: what the program has set, else WARNING"),
 )
 #: Those of the scripts and of the tests, which the package never reads.
 ELSEWHERE = ("FLUXLIKE_PYTHON", "FLUXLIKE_TEST_FUZZ", "FLUXLIKE_TEST_HEAP", "FLUXLIKE_TEST_TRITON")
@@ -109,12 +110,12 @@ def puts() -> str:
     return text
 
 
-def log_level() -> str:
-    """FLUXLIKE_LOG, checked."""
+def log_level() -> str | None:
+    """FLUXLIKE_LOG, checked, or None when it is not set: then the program's own level holds."""
     text, levels = get("FLUXLIKE_LOG"), ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    if text not in levels:
+    if text and text not in levels:
         raise ValueError(f"FLUXLIKE_LOG={text!r} is not one of {', '.join(levels)}; unset it for WARNING")
-    return text
+    return text or None
 
 
 def tree_array_bound() -> int:
@@ -158,6 +159,12 @@ def heap_bytes() -> int | None:
     return int(digits) << scale
 
 
+def _topology() -> None:
+    """FLUXLIKE_TOPOLOGY, checked by who reads it: a module above this one, which is loaded where the variable is set."""
+    if get("FLUXLIKE_TOPOLOGY"):
+        import_module("..topology.matrix", __package__).named()
+
+
 _CHECKS = (
     timeout_s,
     heap_bytes,
@@ -170,20 +177,33 @@ _CHECKS = (
     virtual_nodes,
     puts,
     log_level,
+    _topology,
 )
 
 
-def complaints() -> list[str]:
-    """What the checks say of this environment, each with what to do behind its last semicolon."""
+def check() -> None:
+    """ValueError if a variable has a value that it cannot have."""
+    for one in _CHECKS:
+        one()
+
+
+def unknown() -> list[str]:
+    """What to say of variables that fluxlike does not have, each with what to do behind its last semicolon."""
     said = []
-    for check in _CHECKS:
-        try:
-            check()
-        except ValueError as error:
-            said.append(str(error))
     for name in sorted(os.environ):
         if name.startswith("FLUXLIKE_") and name not in _BY_NAME and name not in ELSEWHERE:
             near = difflib.get_close_matches(name, _BY_NAME, 1, 0.8)
             remedy = f"write {near[0]} if you mean that, else unset it" if near else "unset it: README.md lists them all"
             said.append(f"{name} is no variable of fluxlike; {remedy}")
     return said
+
+
+def complaints() -> list[str]:
+    """What the checks say of this environment, and `unknown`."""
+    said = []
+    for one in _CHECKS:
+        try:
+            one()
+        except ValueError as error:
+            said.append(str(error))
+    return said + unknown()

@@ -79,17 +79,18 @@ class World:
         error: Exception | None = None
         nbytes = 0
         try:
+            env.check()
             executor = make_executor(heap)
             nbytes = _heap_size(heap_bytes) or executor.default_heap_bytes
-            env.timeout_s()
-            env.racecheck()
-            env.tune()
-            env.torch_products()
-            env.log_level()
         except (RuntimeError, ValueError) as problem:
             error = problem
         self.control.agree("fluxlike.init", (heap, getattr(executor, "name", None), nbytes), error)
-        log.setLevel(env.log_level())
+        level = env.log_level()
+        if level is not None:
+            log.setLevel(level)
+        if self.rank == 0:
+            for complaint in env.unknown():
+                log.warning("%s", complaint)
         self.executor = executor
         self.device: torch.device = executor.device
         executor.start(self.control)

@@ -314,16 +314,9 @@ def _look_at_host(facts: Facts) -> None:
 
 
 def _look_at_settings(facts: Facts) -> None:
-    from .. import topology  # not above: in the child process this file belongs to no package
-    from ..runtime import env
+    from ..runtime import env  # not above: in the child process this file belongs to no package
 
     facts.complaints = env.complaints()
-    named = env.get("FLUXLIKE_TOPOLOGY")
-    try:
-        if named:
-            topology.current()
-    except ValueError as error:
-        facts.complaints.append(f"FLUXLIKE_TOPOLOGY={named!r}: {error}")
 
 
 def _read(path: Path) -> str:

@@ -147,16 +147,25 @@ class LinkMatrix:
         return replace(self, bandwidth=bandwidth, kind=kind, port=tuple(self.port[i] for i in order))
 
 
+def named() -> LinkMatrix | None:
+    """The matrix that FLUXLIKE_TOPOLOGY names, None where it is not set. ValueError if it names nothing."""
+    name = env.get("FLUXLIKE_TOPOLOGY")
+    try:
+        return load(name) if name else None
+    except ValueError as error:
+        raise ValueError(f"FLUXLIKE_TOPOLOGY={name!r}: {error}") from error
+
+
 def current(size: int | None = None) -> LinkMatrix:
     """The matrix to plan for: the preset or file that FLUXLIKE_TOPOLOGY names, else that of this machine's GPUs.
 
     ``size``: how many GPUs it must have. ValueError if it has another number, or if the variable names nothing; RuntimeError if
     there is neither a variable nor a GPU.
     """
-    named = env.get("FLUXLIKE_TOPOLOGY")
-    matrix = load(named) if named else LinkMatrix.detect()
+    matrix = named() or LinkMatrix.detect()
     if size is not None and len(matrix) != size:
-        what = f"FLUXLIKE_TOPOLOGY={named!r}" if named else "this machine"
+        name = env.get("FLUXLIKE_TOPOLOGY")
+        what = f"FLUXLIKE_TOPOLOGY={name!r}" if name else "this machine"
         raise ValueError(f"{what} has {len(matrix)} GPUs for {size} ranks; name a topology of {size} GPUs by FLUXLIKE_TOPOLOGY")
     return matrix
 
