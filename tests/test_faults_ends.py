@@ -65,3 +65,30 @@ def test_torch_s_groups_that_end_before_fluxlike():
     for outcome in fresh(torch_ends_first, 2, LIMIT):
         assert outcome.ok, str(outcome)
         assert outcome.value == ("", 0, 0), outcome.value
+
+
+def makes_anew(group, store):
+    """torch's groups end and others are made, by the same names, with fluxlike going on; then as it should be."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    start()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    fluxlike.all_reduce(torch.ones(8), group=pairs[rank // 2])
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = torch.full((8,), 10.0**rank)
+    said, took = told(lambda: fluxlike.all_reduce(x, group=pairs[rank % 2]), RuntimeError)
+    fluxlike.finalize()
+    start()
+    y = fluxlike.all_reduce(x, group=pairs[rank % 2])
+    fluxlike.finalize()
+    return said, took, y.tolist()
+
+
+def test_groups_that_torch_has_made_anew(tmp_path):
+    for outcome in fresh(makes_anew, 4, LIMIT, store=str(tmp_path / "store")):
+        assert outcome.ok, str(outcome)
+        said, took, y = outcome.value
+        assert "was made after groups that fluxlike knows had ended; call fluxlike.finalize()" in said and took < 1, said
+        assert y == [101.0 if outcome.rank % 2 == 0 else 1010.0] * 8

@@ -151,12 +151,17 @@ class World:
         return segment
 
     def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
-        """The control group of a torch group; the first call for a group is collective over it. ValueError for what is no group."""
+        """The control group of a torch group; the first call for a group is collective over it.
+
+        ValueError for what is no group, RuntimeError for one that torch has made since in place of another.
+        """
         group = self.group if group is None else group
         check_group(group)
         name = group.group_name
         known = self._controls.get(name)
         if known is None:
+            if self.group not in dist.distributed_c10d._world.pg_map:
+                raise self._made_since(group)
             ranks = dist.get_process_group_ranks(group)
             outside = [rank for rank in ranks if rank not in self.control.ranks]
             if outside:
@@ -167,7 +172,16 @@ class World:
                     known = ControlGroup(ranks, name, group, key_of(group))
                     self._divide(known)
                     self._controls[name] = known
+        if known.group is not group:  # torch gives names again once its groups have ended
+            raise self._made_since(group)
         return known
+
+    def _made_since(self, group: dist.ProcessGroup) -> RuntimeError:
+        return RuntimeError(
+            f"the torch group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)} was made after groups that "
+            "fluxlike knows had ended; call fluxlike.finalize() before torch.distributed.destroy_process_group(), and fluxlike.init() when "
+            "the new groups are there"
+        )
 
     def raise_if_forked(self) -> None:
         if self.is_forked:
