@@ -92,3 +92,26 @@ def test_groups_that_torch_has_made_anew(tmp_path):
         said, took, y = outcome.value
         assert "was made after groups that fluxlike knows had ended; call fluxlike.finalize()" in said and took < 1, said
         assert y == [101.0 if outcome.rank % 2 == 0 else 1010.0] * 8
+
+
+def waits(group):
+    """Rank 1 is busy elsewhere when rank 0 ends fluxlike, with contexts of four groups open."""
+    start()
+    groups = [dist.new_group([0, 1]) for _ in range(3)]
+    for one in (None, *groups):
+        fluxlike.all_reduce(torch.ones(8), group=one)
+    dist.barrier()
+    said, took = told(fluxlike.finalize, RuntimeError) if dist.get_rank() == 0 else ("", 0)
+    dist.barrier()
+    fluxlike.finalize()
+    start()
+    works(group)
+    fluxlike.finalize()
+    return said, took
+
+
+def test_finalize_waits_once():
+    for outcome in fresh(waits, 2, LIMIT):
+        assert outcome.ok, str(outcome)
+        said, took = outcome.value
+        assert not said and (3 <= took < 4.5 or outcome.rank == 1), outcome.value

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -104,6 +105,8 @@ class ControlGroup:
         self._left: Any = None
         #: The beginning of a meeting: the exchange of gloo's, and where it puts what the ranks say.
         self._begun: tuple[Any, list[torch.Tensor]] | None = None
+        #: Whether a rank did not come when this one wanted to leave, and the seconds that it waits for one from now on, at most.
+        self.missed, self.longest = False, math.inf
         self._gloo: Any = self._connect()
         keep_in_children(self._gloo)
 
@@ -166,11 +169,10 @@ class ControlGroup:
         except ValueError:  # the ranks must meet to learn that one of them cannot read its environment
             return env.default_timeout_s()
 
-    @classmethod
-    def patience(cls) -> float:
+    def patience(self) -> float:
         """Seconds for the ranks to come to a meeting: one may come only when its wait in a call, just as long, has run out."""
-        limit = cls.limit()
-        return limit + max(2.0, limit / 10)
+        limit = self.limit()
+        return min(self.longest, limit + max(2.0, limit / 10))
 
     def _nobody(self, what: str, error: Exception) -> PeerTimeout:
         return PeerTimeout(
@@ -327,6 +329,7 @@ class ControlGroup:
             except CallMismatch as error:
                 mismatch = mismatch or (None if told else error)
             except RuntimeError as error:
+                self.missed = self.missed or isinstance(error, PeerTimeout)
                 log.warning("rank %d: %s", self.ranks[self.rank], error)
                 return False, mismatch
         return False, mismatch

@@ -21,6 +21,9 @@ from .heap import Segment, SymmetricHeap
 
 log = logging.getLogger("fluxlike")
 
+#: Seconds of a meeting in finalize when a rank did not come to an earlier one.
+HURRY_S = 0.1
+
 
 def check_group(group: Any) -> None:
     """ValueError for what is no torch group of this rank's."""
@@ -179,8 +182,8 @@ class World:
     def _made_since(self, group: dist.ProcessGroup) -> RuntimeError:
         return RuntimeError(
             f"the torch group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)} was made after groups that "
-            "fluxlike knows had ended; call fluxlike.finalize() before torch.distributed.destroy_process_group(), and fluxlike.init() when "
-            "the new groups are there"
+            "fluxlike knows had ended; call fluxlike.finalize() before torch.distributed.destroy_process_group(), and "
+            "fluxlike.init() when the new groups are there"
         )
 
     def raise_if_forked(self) -> None:
@@ -231,13 +234,22 @@ class World:
             except Exception as error:
                 failure = error
             unseen += [] if failure is None else [failure]
+        for control in self._controls.values():
+            control.missed = control.local.missed = False  # at an earlier closing, maybe
         # Threads of each rank make contexts of different groups in an order of their own; those of one group have one on all ranks.
         for context in sorted(self.contexts, key=lambda context: (context.control.whole.ranks, context.control.key)):
             try:
                 context.close()
             except Exception as error:  # whatever it is, the others, the heap and the connections must be closed, too
                 unseen.append(error)
+            if context.control.missed or context.control.whole.missed:
+                self._hurry()
         return done
+
+    def _hurry(self) -> None:
+        """A rank did not come, so the heap cannot end: for what is left to close, who is not there is not waited for again."""
+        for control in self._controls.values():
+            control.longest = control.local.longest = HURRY_S
 
 
 def _heap_size(heap_bytes: int | None) -> int | None:
