@@ -3,15 +3,18 @@
 import ctypes
 import logging
 import os
+import re
+import resource
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from faults import told
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.runtime import control
+from fluxlike.runtime import control, world
 
 LIMIT = {"FLUXLIKE_TIMEOUT_S": "0.5"}  # of a meeting 2.5 s
 HEAP = 4 << 20
@@ -147,3 +150,35 @@ def named(group):
 def test_a_program_with_a_long_name_that_is_not_ascii():
     for outcome in run_fresh(named, 2, LIMIT):
         assert outcome.ok, str(outcome)
+
+
+def loses(group, how):
+    """A peer that dies, one that does not come, or no descriptors left: what the other is told."""
+    init()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os._exit(3)
+        time.sleep(3.5)
+        return ""
+    if how != "files":
+        return told(lambda: world.current().control.barrier("a meeting"), fluxlike.PeerTimeout)[0]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
+    ones = told(lambda: control.ControlGroup([0], "alone", None, "alone"), fluxlike.PeerTimeout)[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return ones
+
+
+@pytest.mark.parametrize("how", ("dies", "waits", "files"))
+def test_what_is_said_of_connections_that_fail(how):
+    """The limit only where it ran out, the time that passed, and of gloo's words what says what happened."""
+    first = run_fresh(loses, 2, LIMIT, expect_dead=[1] if how == "dies" else [], how=how)[0]
+    assert first.ok, str(first)
+    said = first.value
+    if how == "waits":
+        assert "a meeting: not every rank of [0, 1] came within 2.5 s; " in said and "FLUXLIKE_TIMEOUT_S" in said, said
+    else:
+        words = {"dies": r"a meeting: the connections of ranks \[0, 1\]", "files": r"connecting .* of ranks \[0\]"}[how]
+        assert re.search(words + r" failed after 0\.\d s \(.{8,120}\); all ranks", said), said
+        assert "FLUXLIKE_TIMEOUT_S" not in said and ".cc:" not in said and "typically" not in said, said

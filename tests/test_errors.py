@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -357,9 +358,9 @@ def test_before_and_after_init():
 
 
 def heap_sizes(group):
-    for value in (-1, 0, 1.5, "1G"):
+    for value in (-1, 0, 1.5, "1G", True, np.int64(0), np.float64(1)):
         refuses(partial(fluxlike.init, heap="shm", heap_bytes=value), ValueError, "heap_bytes", repr(value))
-    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    fluxlike.init(heap="shm", heap_bytes=np.int64(4 << 20))
     works(group)
     fluxlike.finalize()
 

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import os
+import re
 import threading
 import time
 import weakref
@@ -67,6 +68,12 @@ def _keep() -> None:
             thing.is_forked = True
 
 
+def _said(error: Exception) -> str:
+    """What gloo says happened, without where in its sources and without its advice, which are in the cause."""
+    first = re.sub(r"^\[[^]]*:\d+\] *", "", str(error).splitlines()[0]) if str(error) else type(error).__name__
+    return first.partition(". This is typically")[0]
+
+
 def key_of(group: dist.ProcessGroup) -> str:
     """Which of the torch groups of its ranks a group is, counted as they were made: an order that torch asks all ranks to keep.
 
@@ -103,8 +110,8 @@ class ControlGroup:
         self.board: CallBoard | None = None
         #: What this rank said at a meeting that it has left with an error, while the others may still come; see `_rejoin`.
         self._left: Any = None
-        #: The beginning of a meeting: the exchange of gloo's, and where it puts what the ranks say.
-        self._begun: tuple[Any, list[torch.Tensor]] | None = None
+        #: The beginning of a meeting: the exchange of gloo's, where it puts what the ranks say, and when it began.
+        self._begun: tuple[Any, list[torch.Tensor], float] | None = None
         #: Whether a rank did not come when this one wanted to leave, and the seconds that it waits for one from now on, at most.
         self.missed, self.longest = False, math.inf
         self._gloo: Any = self._connect()
@@ -114,13 +121,14 @@ class ControlGroup:
         """Gloo's connections, over torch's store: under a number of the attempt, as addresses of one that failed stay there."""
         prefix = f"fluxlike/{'-'.join(map(str, self.ranks))}/{self.key}"  # each rank may connect another group of them first
         store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        since = time.monotonic()
         try:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
             return dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
         except PeerTimeout:
             raise
         except RuntimeError as error:
-            raise self._nobody("connecting the ranks of a group", error) from error
+            raise self._nobody("connecting the ranks of a group", error, since) from error
         finally:
             with contextlib.suppress(RuntimeError):  # the store may be what has failed
                 store.set(f"at/{self.rank}", "0")
@@ -174,10 +182,16 @@ class ControlGroup:
         limit = self.limit()
         return min(self.longest, limit + max(2.0, limit / 10))
 
-    def _nobody(self, what: str, error: Exception) -> PeerTimeout:
+    def _nobody(self, what: str, error: Exception, since: float) -> PeerTimeout:
+        passed, limit = time.monotonic() - since, self.patience()
+        if passed > 0.9 * limit:
+            return PeerTimeout(
+                f"{what}: not every rank of {self.ranks} came within {limit:g} s; all ranks of the group must make this call and "
+                "be alive; FLUXLIKE_TIMEOUT_S sets the limit"
+            )
         return PeerTimeout(
-            f"{what}: not every rank of {self.ranks} came within {self.patience():g} s ({str(error).splitlines()[0]}); "
-            "all ranks of the group must make this call and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
+            f"{what}: the connections of ranks {self.ranks} failed after {passed:.1f} s ({_said(error)}); all ranks of the group "
+            "must be alive and reach each other: see what the others say"
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -248,21 +262,22 @@ class ControlGroup:
     def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         return self._end(what, self._start(what, mine))
 
-    def _start(self, what: str, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+    def _start(self, what: str, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor], float]:
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         how.timeout = timedelta(seconds=self.patience())
+        since = time.monotonic()
         try:
-            return self._gloo.allgather([parts], [mine], how), parts
+            return self._gloo.allgather([parts], [mine], how), parts, since
         except RuntimeError as error:
-            raise self._nobody(what, error) from error
+            raise self._nobody(what, error, since) from error
 
-    def _end(self, what: str, begun: tuple[Any, list[torch.Tensor]]) -> list[torch.Tensor]:
-        work, parts = begun
+    def _end(self, what: str, begun: tuple[Any, list[torch.Tensor], float]) -> list[torch.Tensor]:
+        work, parts, since = begun
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._nobody(what, error) from error
+            raise self._nobody(what, error, since) from error
         return parts
 
     def send(self, message: torch.Tensor, to: int, tag: int, what: str) -> Callable[[], None]:
@@ -280,15 +295,17 @@ class ControlGroup:
         self._message(lambda: self._gloo.recv([message], source, tag).wait(wait), source, f"{what}: receiving")
 
     def _message(self, step: Callable[[], Any], peer: int, what: str) -> Any:
+        since = time.monotonic()
         try:
             return step()
         except RuntimeError as error:
+            passed = time.monotonic() - since
+            limited = "; FLUXLIKE_TIMEOUT_S sets the limit" if passed > 0.9 * self.limit() else f" ({_said(error)})"
             node = next(node for node, places in enumerate(self.nodes) if peer in places)
             raise PeerTimeout(
-                f"{what}: rank {self.ranks[self.rank]} waited up to {self.limit():g} s for rank {self.ranks[peer]} on node {node} "
-                f"({str(error).splitlines()[0]}). All ranks must be alive, reach each other and make the same calls in the same "
-                "order; FLUXLIKE_TIMEOUT_S sets the limit. To go on, call fluxlike.finalize and fluxlike.init on all ranks: the "
-                "connections between the nodes are no more"
+                f"{what}: rank {self.ranks[self.rank]} waited {passed:.1f} s for rank {self.ranks[peer]} on node {node}{limited}. "
+                "All ranks must be alive, reach each other and make the same calls in the same order. To go on, call "
+                "fluxlike.finalize and fluxlike.init on all ranks: the connections between the nodes are no more"
             ) from error
 
     def agree(self, what: str, arguments: Any, error: Exception | None = None) -> None:

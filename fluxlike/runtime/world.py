@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import operator
 import os
 import sys
 import threading
@@ -256,9 +257,13 @@ def _heap_size(heap_bytes: int | None) -> int | None:
     """What the caller or the environment says, checked."""
     if heap_bytes is None:
         return env.heap_bytes()
-    if not isinstance(heap_bytes, int) or isinstance(heap_bytes, bool) or heap_bytes < 1:
+    try:
+        size = -1 if isinstance(heap_bytes, bool) else operator.index(heap_bytes)  # numpy's whole numbers, too
+    except TypeError:
+        size = -1
+    if size < 1:
         raise ValueError(f"heap_bytes={heap_bytes!r} is not a whole number of bytes above 0; leave it out for the default")
-    return heap_bytes
+    return size
 
 
 def make_executor(heap: str) -> Any:
