@@ -225,6 +225,17 @@ def test_a_program_may_wait_for_a_later_one(how):
     assert threading.active_count() == 1
 
 
+def test_a_thread_that_is_not_to_be_had(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"last_first_kernel, program \(0, 0, 0\): RuntimeError: can't start new thread"):
+        run(last_first_kernel, 6, *torch.zeros(2, 6, dtype=torch.int32))
+    assert time.monotonic() - since < 2
+
+
 def test_program_zero_waits_for_program_three():
     @triton.jit
     def kernel(flag, out):

@@ -115,7 +115,8 @@ class Grid:
             self.done.wait(_STOP_PATIENCE)
         deadline = time.monotonic() + _STOP_PATIENCE
         for thread in self.threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.ident is not None:  # else it was not to be had
+                thread.join(max(0.0, deadline - time.monotonic()))
         if watching is not None:
             watching.join(self)
         if self.failure is None:
@@ -136,8 +137,7 @@ class Grid:
             if other.started:
                 other.baton.release()
             else:
-                self.threads.append(threading.Thread(target=self._work, args=(other,), daemon=True))
-                self.threads[-1].start()
+                self._begin(other, me)
             me.baton.acquire()
         except BaseException as error:  # Ctrl-C: stop the others, then unwind when it is this program's turn.
             self._fail(me, error)
@@ -147,6 +147,18 @@ class Grid:
         if self.failure is not None:
             raise Stopped
         return True
+
+    def _begin(self, other: Program, me: Program) -> None:
+        """Give the baton to one that has no thread yet. Where there is none to be had, ``me`` keeps it."""
+        thread = threading.Thread(target=self._work, args=(other,), daemon=True)
+        self.threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self.queue.remove(me)
+            self.queue.append(other)
+            self.holder = me
+            raise
 
     def spin(self, me: Program) -> bool:
         """`switch` for a wait that found nothing; naps first if all programs do nothing but that.
