@@ -1,13 +1,18 @@
 """finalize when something is wrong: everything is ended all the same, and nobody waits for longer than is said."""
 
+import gc
+import os
 import threading
+import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from faults import fresh, held, make_context, nothing_left_behind, start, told, works  # noqa: F401
 
 import fluxlike
 from fluxlike.runtime import world
+from fluxlike.runtime.control import ControlGroup
 
 #: Of a meeting 3 s.
 LIMIT = {"FLUXLIKE_TIMEOUT_S": "1"}
@@ -115,3 +120,39 @@ def test_finalize_waits_once():
         assert outcome.ok, str(outcome)
         said, took = outcome.value
         assert not said and (3 <= took < 4.5 or outcome.rank == 1), outcome.value
+
+
+def ends_in_the_making(group, how):
+    """A context is half made, its copy engine, too, when the program is interrupted or a peer dies."""
+    start()
+    rank, agree = dist.get_rank(), ControlGroup.agree
+
+    def ends(self, what, *more):
+        if what == "gemm_rs: memory of each rank":
+            if how == "dies" and rank == 1:
+                os._exit(3)
+            agree(self, what, *more)
+            raise KeyboardInterrupt
+        agree(self, what, *more)
+
+    ControlGroup.agree = ends
+    said, _ = told(lambda: make_context("gemm_rs", "copy_engine"), KeyboardInterrupt, fluxlike.PeerTimeout)
+    ControlGroup.agree = agree
+    gc.collect()
+    deadline = time.monotonic() + 2
+    while engines() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = engines()
+    if how == "interrupt":
+        works(group)
+    fluxlike.finalize()
+    return said.partition(":")[0], left, held()[2]
+
+
+@pytest.mark.parametrize("how", ("interrupt", "dies"))
+def test_a_making_that_ends_leaves_no_thread(how):
+    for outcome in fresh(ends_in_the_making, 2, LIMIT, expect_dead=[1] if how == "dies" else [], how=how):
+        if how == "dies" and outcome.rank == 1:
+            continue
+        assert outcome.ok, str(outcome)
+        assert outcome.value == ("PeerTimeout" if how == "dies" else "KeyboardInterrupt", 0, 0), outcome.value

@@ -22,10 +22,12 @@ class Making(type):
             context: Any = object.__new__(cls)  # type: ignore[arg-type]
             try:
                 context.__init__(*args, **named)
-            except (PeerTimeout, CallMismatch):  # of ranks that are out of step: what there is stays until finalize
-                raise
-            except (RuntimeError, ValueError):
-                context.unmake()
+            except BaseException as error:
+                out_of_step = isinstance(error, (PeerTimeout, CallMismatch))
+                if isinstance(error, (RuntimeError, ValueError)) and not out_of_step:
+                    context.unmake()
+                elif context not in getattr(getattr(context, "world", None), "contexts", ()):  # else finalize closes it
+                    context.abandon()
                 raise
             return context
 
