@@ -253,6 +253,30 @@ def test_copies_begin_behind_the_caller_where_their_waits_are_not_enough(monkeyp
         assert streams.done == orders
 
 
+@pytest.mark.parametrize("flushes", (True, False))
+def test_the_caller_is_behind_copies_that_an_interrupt_cut_short(monkeypatch, flushes):
+    """What they copy from may be freed then; also where what was not queued yet cannot be."""
+    streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
+    executor.current, done = contextlib.nullcontext, streams.done
+
+    def batch(stream, operations):
+        done.append(tuple(operations))
+        if not flushes:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(driver_module, "write_operation", lambda address, value: address)
+    monkeypatch.setattr(driver_module, "batch", batch)
+    made = copy_engine.CudaCopyEngine(torch.device("cuda", 0))
+
+    def copies():
+        made.write(8, 1)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt if flushes else RuntimeError):
+        executor.overlapped(made, lambda: done.append("kernel"), None, copies, lambda seconds: None)
+    assert done[1:] == ["kernel", (8,), (7, "waits for", "what", made._raw, "holds")]
+
+
 @pytest.mark.parametrize("current", (0, 1))
 def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
     """A thread begins on the first GPU, to which `torch.cuda.stream` returns at its end, and makes a CUDA context there."""

@@ -91,8 +91,10 @@ class CudaCopyEngine:
         self._begun = True
 
     def join(self) -> None:
-        self._flush()
-        self._order(self._raw, self._from)
+        try:
+            self._flush()
+        finally:
+            self._order(self._raw, self._from)
 
     def queue(self, key: Any, jobs: Callable[[], None]) -> None:
         """Queue what ``jobs`` queues: the same for the same ``key``, in memory that lasts; None if that cannot be said."""

@@ -382,10 +382,10 @@ class CudaExecutor:
         with self.current():  # the driver's copies go by the current device
             engine.fork()
             launch()
-            engine.queue(key, queue)
             try:
+                engine.queue(key, queue)
                 then()
-            finally:  # also after an error: what is copied may be freed
+            finally:  # also after an error, or an interrupt between two copies: what is copied may be freed
                 engine.join()
             engine.remember(key, queue)
 
