@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ranks import device, run_ranks
 
 from fluxlike.runtime import cuda, nvshmem, world
+from fluxlike.runtime.errors import PeerTimeout
 from fluxlike.runtime.heap import ALIGN, first_fit, give, take
 
 SIZE = 64
@@ -184,6 +185,28 @@ def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
     segment.close()
     executor.stop()
     assert on == [(name, 1) for name in ("malloc", "free", "destroy", "destroy", "finalize")] and now == [begun_on]
+
+
+@pytest.mark.parametrize(("error", "freed"), ((RuntimeError, 1), (PeerTimeout, 0)))
+def test_a_segment_that_a_rank_cannot_reach_is_freed(monkeypatch, error, freed):
+    """By all ranks, as to free is collective: so not where one of them may be gone."""
+    done = []
+    tensor = torch.zeros(512, dtype=torch.uint8)
+    core = SimpleNamespace(tensor=lambda shape, dtype: tensor, free_tensor=done.append)
+    modules = {"nvshmem": SimpleNamespace(core=core), "nvshmem.core": core}
+    modules["nvshmem.bindings"] = SimpleNamespace(ptr=lambda address, pe: 0)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def agree(what, arguments, mine):
+        if what == "reaching the peers' memory":
+            assert "cannot reach the memory of ranks [1]" in str(mine)
+            raise error("said together")
+
+    control = SimpleNamespace(rank=0, size=2, nodes=[[0, 1]], node=0, agree=agree)
+    with pytest.raises(error, match="said together"):
+        nvshmem.NvshmemSegment(512, control, contextlib.nullcontext)
+    assert len(done) == freed
 
 
 def test_without_nvshmem_it_says_what_to_install(monkeypatch):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .control import ControlGroup
+from .errors import PeerTimeout
 
 DEFAULT_BYTES = 1 << 30
 
@@ -169,7 +170,13 @@ class NvshmemSegment:
                 f"rank {control.rank} cannot reach the memory of ranks {unreachable} (no P2P); fluxlike needs peer access "
                 "between the GPUs of a host: see `python -m fluxlike doctor`"
             )
-        control.agree("reaching the peers' memory", None, error)
+        try:
+            control.agree("reaching the peers' memory", None, error)
+        except PeerTimeout:  # to free is collective, and has no deadline
+            raise
+        except RuntimeError:  # on all ranks alike
+            self.close()
+            raise
 
     def view(self, index: int) -> torch.Tensor:
         """All bytes of the segment of rank ``index`` of the world."""
