@@ -7,11 +7,13 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from faults import GUILTY, fresh, held, make_context, nothing_left_behind, start, told, works  # noqa: F401
 
 import fluxlike
+from fluxlike.runtime import memfd
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +62,37 @@ def too_much(group):
     works(group)
     fluxlike.finalize()
     return said
+
+
+GIB = 1 << 30
+SECOND, FIRST = ("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+#: The line of /proc/self/cgroup; of each group its limit, what it uses and what of that are files; what is left in GiB.
+ROOMS = {
+    "no groups": ("", {}, SECOND, 64),
+    "no limit": ("0::/", {"": ("max", 9, 0)}, SECOND, 64),
+    "its own": ("0::/job/step", {"job/step": (8, 5, 1)}, SECOND, 4),
+    "above it": ("0::/job/step", {"job/step": ("max", 5, 0), "job": (6, 5, 0)}, SECOND, 1),
+    "of a container": ("0::/docker/17", {"": (3, 2, 2)}, SECOND, 3),
+    "of the first kind": ("4:cpu,memory:/job", {"memory/job": (8, 6, 0), "memory": (1 << 30, 9, 0)}, FIRST, 2),
+    "of something else": ("4:cpu:/job", {"memory/job": (8, 6, 0)}, FIRST, 64),
+    "more than there may be": ("0::/job", {"job": (2, 3, 0)}, SECOND, 0),
+}
+
+
+@pytest.mark.parametrize("what", ROOMS)
+def test_room_in_control_groups(what, tmp_path):
+    line, limits, (limit, used, files), left = ROOMS[what]
+    proc, root = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable: {60 << 20} kB\nSwapFree: {4 << 20} kB\n")
+    if line:
+        (proc / "self" / "cgroup").write_text(f"9:pids:/\n{line}\n")
+    for name, (most, now, kept) in limits.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        (root / name / limit).write_text(f"{most if most == 'max' else most * GIB}\n")
+        (root / name / used).write_text(f"{now * GIB}\n")
+        (root / name / "memory.stat").write_text(f"anon 1\n{files}inactive_file {kept * GIB}\n{files}active_file 0\n")
+    assert memfd.room(str(proc), str(root)) == left * GIB
 
 
 def test_more_memory_than_there_is():

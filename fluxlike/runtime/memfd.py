@@ -7,6 +7,7 @@ readable and writable for its owner only. It is sealed: no process that maps it 
 import errno
 import fcntl
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
@@ -15,6 +16,9 @@ MODE = 0o600
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 #: Of Linux 6.3: never to be executed, which brings a seal of its own. Where vm.memfd_noexec is set, every file gets that.
 _NOEXEC = 0x8
+#: What control groups of the first and of the second kind call their limit, what they use, and sums over those below.
+_FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+_SECOND = "memory.max", "memory.current", ""
 
 
 def make(name: str, nbytes: int, reserve: bool) -> int:
@@ -68,12 +72,34 @@ def mapped(fd: int, nbytes: int) -> torch.Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=nbytes, dtype=torch.uint8)
 
 
-def room() -> int:
-    """Bytes of memory that this host, or this container, can still give at most."""
-    with open("/proc/meminfo") as file:
+def room(proc: str = "/proc", groups: str = "/sys/fs/cgroup") -> int:
+    """Bytes of memory that this host, or this container, can still give at most. ``groups``: where control groups are mounted."""
+    with open(f"{proc}/meminfo") as file:
         have = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
-    left = have["MemAvailable"] + have.get("SwapFree", 0)
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError), open(path) as file:  # "max" where there is no limit
-            left = min(left, int(file.read()))
-    return left
+    return min([have["MemAvailable"] + have.get("SwapFree", 0), *_rooms(proc, groups)])
+
+
+def _rooms(proc: str, groups: str) -> Iterator[int]:
+    """What the control groups of this process, and those above them, have left; what they keep of files can be given back."""
+    with suppress(OSError), open(f"{proc}/self/cgroup") as file:
+        for line in file:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, names = (f"{groups}/memory", _FIRST) if controllers else (groups, _SECOND)
+            parts = [part for part in path.split("/") if part not in ("", "..")]
+            for depth in range(len(parts) + 1):  # in a container the path may be the host's, and only the root be there
+                yield from _left("/".join([root, *parts[:depth]]), *names)
+
+
+def _left(group: str, limit: str, used: str, files: str) -> Iterator[int]:
+    with suppress(OSError, ValueError):  # "max" where there is no limit
+        most = int(_read(f"{group}/{limit}"))
+        lines = [line.split() for line in _read(f"{group}/memory.stat").splitlines()]
+        kept = sum(int(line[1]) for line in lines if line[0] in (f"{files}inactive_file", f"{files}active_file"))
+        yield max(0, most - max(0, int(_read(f"{group}/{used}")) - kept))
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
