@@ -124,6 +124,7 @@ class ControlGroup:
         since = time.monotonic()
         try:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
+            since = time.monotonic()
             return dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
         except PeerTimeout:
             raise

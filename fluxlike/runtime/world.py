@@ -211,7 +211,7 @@ class World:
             everyone, mismatch = self.control.part("fluxlike.finalize" + ("" if done else ", with a device that fails"))
             if mismatch is not None:
                 unseen.append(mismatch)
-            if everyone:
+            if everyone and done:
                 self.heap.close()
                 self.executor.stop()
         finally:
