@@ -1,6 +1,7 @@
 """finalize when something is wrong: everything is ended all the same, and nobody waits for longer than is said."""
 
 import gc
+import logging
 import os
 import threading
 import time
@@ -107,19 +108,25 @@ def waits(group):
     for one in (None, *groups):
         fluxlike.all_reduce(torch.ones(8), group=one)
     dist.barrier()
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("fluxlike").addHandler(handler)
     said, took = told(fluxlike.finalize, RuntimeError) if dist.get_rank() == 0 else ("", 0)
+    limits = ["FLUXLIKE_TIMEOUT_S sets the limit" in line for line in logged]
     dist.barrier()
     fluxlike.finalize()
     start()
     works(group)
     fluxlike.finalize()
-    return said, took
+    return said, took, limits
 
 
 def test_finalize_waits_once():
     for outcome in fresh(waits, 2, LIMIT):
         assert outcome.ok, str(outcome)
-        said, took = outcome.value
+        said, took, limits = outcome.value
+        assert limits == ([True, False, False, False, False] if outcome.rank == 0 else [])
         assert not said and (3 <= took < 4.5 or outcome.rank == 1), outcome.value
 
 

@@ -186,9 +186,10 @@ class ControlGroup:
     def _nobody(self, what: str, error: Exception, since: float) -> PeerTimeout:
         passed, limit = time.monotonic() - since, self.patience()
         if passed > 0.9 * limit:
+            sets = "FLUXLIKE_TIMEOUT_S sets the limit" if self.longest == math.inf else "so short as one has not come before"
             return PeerTimeout(
                 f"{what}: not every rank of {self.ranks} came within {limit:g} s; all ranks of the group must make this call and "
-                "be alive; FLUXLIKE_TIMEOUT_S sets the limit"
+                f"be alive; {sets}"
             )
         return PeerTimeout(
             f"{what}: the connections of ranks {self.ranks} failed after {passed:.1f} s ({_said(error)}); all ranks of the group "
