@@ -57,6 +57,19 @@ def test_a_rank_that_has_waited_alone():
         assert "PeerTimeout: connecting the ranks of a group: not every rank of [0, 1] came within 2.5 s, not ranks [1]" in message
 
 
+def connects_late(group):
+    """As TORCH_GLOO_LAZY_INIT has it, connections are there only when something goes over them."""
+    init()
+    adds()
+    fluxlike.finalize()
+
+
+def test_connections_that_are_made_when_they_are_used():
+    for _ in range(2):
+        for outcome in run_fresh(connects_late, 3, {"TORCH_GLOO_LAZY_INIT": "1", "FLUXLIKE_TIMEOUT_S": "5"}):
+            assert outcome.ok, str(outcome)
+
+
 def begins_anew(group):
     """As where the process of a rank is replaced: the new one knows of no attempt of the others."""
     for _ in range(2):
