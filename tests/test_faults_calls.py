@@ -4,7 +4,6 @@ Nothing here ends a process, so the same tests run on GPUs under torchrun. A wai
 it shows that nobody waited for them.
 """
 
-import dataclasses
 import os
 import time
 from functools import partial
@@ -18,6 +17,7 @@ from ranks import LARGEST, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import sync
+from fluxlike.ops import choice
 from fluxlike.ops.gemm_rs import GemmRSContext
 from fluxlike.runtime import calls, world
 
@@ -160,9 +160,7 @@ def by_different_ways(group):
     """The same sizes by another transport, as where one rank alone wants a gradient: told at once, not after the limit."""
     rank = dist.get_rank(group)
     with fluxlike.create_gemm_rs_context(64, 32, 32, torch.float32, group) as ctx:
-        made = ctx.choose(ctx.problem(64, 32, 32, 32))
-        transport = ("in_kernel", "copy_engine")[rank]
-        ctx.use(dataclasses.replace(made, transport=transport))
+        ctx.use(choice.choose(ctx.problem(64, 32, 32, 32), ("in_kernel", "copy_engine")[rank], {}))
         x, w = torch.ones(64, 16, device=device()), torch.ones(32, 16, device=device())
         said, took = told(partial(fluxlike.gemm_rs, x, w, ctx), ValueError)
         assert "CallMismatch" in said and "by=in_kernel" in said and "by=copy_engine" in said and took < SOON_S, said
