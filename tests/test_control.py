@@ -94,7 +94,7 @@ WRONG = {
     "FLUXLIKE_LOG": ("info", "is not one of DEBUG, INFO"),
     "FLUXLIKE_PUTS": ("gpu", "is not one of host, device, auto"),
     "FLUXLIKE_TREE_ARRAY_BOUND": ("-1", "0 or more"),
-    "FLUXLIKE_TOPOLOGY": ("nosuch", "no topology"),
+    "FLUXLIKE_VIRTUAL_NODES": ("none", "whole number"),
 }
 
 

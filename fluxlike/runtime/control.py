@@ -125,7 +125,7 @@ class ControlGroup:
         try:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
             since = time.monotonic()
-            gloo = dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
+            gloo: Any = dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
             gloo.barrier().wait()  # with TORCH_GLOO_LAZY_INIT it has not met anybody, who may still look at this rank's number
             return gloo
         except PeerTimeout:

@@ -3,7 +3,6 @@
 import difflib
 import os
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 
@@ -159,12 +158,6 @@ def heap_bytes() -> int | None:
     return int(digits) << scale
 
 
-def _topology() -> None:
-    """FLUXLIKE_TOPOLOGY, checked by who reads it: a module above this one, which is loaded where the variable is set."""
-    if get("FLUXLIKE_TOPOLOGY"):
-        import_module("..topology.matrix", __package__).named()
-
-
 _CHECKS = (
     timeout_s,
     heap_bytes,
@@ -177,12 +170,11 @@ _CHECKS = (
     virtual_nodes,
     puts,
     log_level,
-    _topology,
 )
 
 
 def check() -> None:
-    """ValueError if a variable has a value that it cannot have."""
+    """ValueError if a variable has a value that it cannot have; FLUXLIKE_TOPOLOGY is looked at by who plans for it."""
     for one in _CHECKS:
         one()
 

@@ -315,8 +315,13 @@ def _look_at_host(facts: Facts) -> None:
 
 def _look_at_settings(facts: Facts) -> None:
     from ..runtime import env  # not above: in the child process this file belongs to no package
+    from ..topology import matrix
 
     facts.complaints = env.complaints()
+    try:
+        matrix.named()
+    except ValueError as error:
+        facts.complaints.append(str(error))
 
 
 def _read(path: Path) -> str:
