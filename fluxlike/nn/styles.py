@@ -94,7 +94,14 @@ class SharedGather(ColwiseParallel):
         self.names = names
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        found = [module.get_submodule(name) for name in self.names]
+        known = dict(module.named_modules(remove_duplicate=False))
+        missing = [name for name in self.names if name not in known]
+        if missing:
+            raise ValueError(
+                f"fluxlike.nn.SharedGather: {type(module).__name__} has no {', '.join(map(repr, missing))}; the names are of layers "
+                "in the module that the plan's key names"
+            )
+        found = [known[name] for name in self.names]
         widths = [getattr(layer, "in_features", None) for layer in found]  # of what is no linear layer the next line tells
         for name, width in zip(self.names, widths, strict=True):
             if None not in (width, widths[0]) and width != widths[0]:
