@@ -430,7 +430,7 @@ def refused(group):
         ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),
         ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size))),
         ("name two or more", lambda: layers.SharedGather("gate")),
-        ("ModuleDict has no 'up'; the names are of layers in", lambda: parallelize_module(
+        ("ModuleDict has no 'up'; names are of layers in", lambda: parallelize_module(
             nn.ModuleDict({"gate": nn.Linear(4, size)}), mesh, layers.SharedGather("gate", "up"))),
         ("gate has in_features=4 and up in_features=8", lambda: parallelize_module(
             nn.ModuleDict({"gate": nn.Linear(4, size), "up": nn.Linear(8, size)}), mesh, layers.SharedGather("gate", "up"))),

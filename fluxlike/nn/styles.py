@@ -98,8 +98,8 @@ class SharedGather(ColwiseParallel):
         missing = [name for name in self.names if name not in known]
         if missing:
             raise ValueError(
-                f"fluxlike.nn.SharedGather: {type(module).__name__} has no {', '.join(map(repr, missing))}; the names are of layers "
-                "in the module that the plan's key names"
+                f"fluxlike.nn.SharedGather: {type(module).__name__} has no {', '.join(map(repr, missing))}; names are of layers in "
+                "the module that the plan's key names"
             )
         found = [known[name] for name in self.names]
         widths = [getattr(layer, "in_features", None) for layer in found]  # of what is no linear layer the next line tells
