@@ -61,7 +61,7 @@ def keyword(call: ast.Call, name: str) -> ast.Constant | None:
 
 
 #: Files whose kernels wait for nobody and signal nothing. Words that they store are data; tests/test_sparse_index.py compares all.
-DATA = ("sparse_index")
+DATA = ("sparse_index",)
 
 
 @functools.cache
