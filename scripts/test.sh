@@ -149,11 +149,11 @@ if [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
   fx_compiling="ptx choice lint lint_signals tiles topology topology_detect tune tune_tool bench bench_ranks bench_sparse doctor
-             links public_api numerics offsets sanitizer_case security docs performance_tables scripts"
+             links public_api numerics offsets sanitizer_case security"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
              gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_reports compiled_graphs operands racecheck
-             messages puts runfile sequential sparse_ahead sparse_all_reduce sparse_index trace trees waves"
+             runfile sequential sparse_ahead sparse_all_reduce sparse_index trace trees waves"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done
