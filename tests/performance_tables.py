@@ -225,6 +225,20 @@ def apart() -> str:
     return table("op | M×N×K | cuBLAS | torch + NCCL | apart | together | auto | × torch", rows, 2)
 
 
+def merged() -> str:
+    """Few rows before and now; shapes that the later record before does not have are the earlier one's."""
+    rows: list[list[str]] = []
+    for op in OPS:
+        record = read(f"2026-11-25-{op}-few-rows-merged-H100-2x1-graph.json")
+        earlier, later = (read(f"2026-11-25-{op}-{name}-H100-2x1-graph.json").times for name in ("few-rows", "apart"))
+        before = earlier | later
+        for shape, times in record.times.items():
+            cells = [us(times[method]) for method in ("gemm", "torch", "auto")]
+            over = [f"{found['torch'] / found['auto']:.3f}" for found in (before[shape], times)]
+            rows.append([linked(op, record, rows), shape, *cells, *over])
+    return table("op | M×N×K | cuBLAS | torch + NCCL | auto | × torch before | × torch now", rows, 2)
+
+
 def swing() -> str:
     rows: list[list[str]] = []
     shape = "8192×12288×49152"
@@ -238,7 +252,7 @@ def swing() -> str:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    made.__name__: made for made in (summary, shapes, schedules, few, few_h100, host, all_reduce, gemm_ar, apart, swing)
+    made.__name__: made for made in (summary, shapes, schedules, few, few_h100, host, all_reduce, gemm_ar, apart, merged, swing)
 }
 
 

@@ -74,7 +74,10 @@ def test_kernels_that_seal_more_or_know_less(monkeypatch, noexec):
         if noexec and problem.errno == errno.EINVAL:
             pytest.skip("this kernel does not know the seal")
         raise
-    os.close(memfd.open_peer(os.getpid(), fd, mmap.PAGESIZE))
+    again = memfd.open_peer(os.getpid(), fd, mmap.PAGESIZE)
+    memfd.mapped(again, mmap.PAGESIZE)[7] = 9
+    assert memfd.mapped(fd, mmap.PAGESIZE)[7] == 9
+    os.close(again)
     os.close(fd)
 
 
