@@ -96,7 +96,11 @@ def sparse(rank: int, ranks: int, device: torch.device) -> None:
 def products(
     rank: int, ranks: int, device: torch.device, schedule: str, sizes: Sequence[tuple[int, int, int]], shared: bool = False
 ) -> None:
-    """``shared``: programs are so few that each call shares its last wave of tiles."""
+    """``shared``: programs are so few that each call shares its last wave of tiles.
+
+    Between nodes calls are made node by node and together in turn, so that each of the two slots has both.
+    """
+    nodes = env.virtual_nodes() > 1
     for m, n, k in sizes:
         with (
             fluxlike.create_gemm_rs_context(m, n, schedule=schedule) as rs,
@@ -107,7 +111,9 @@ def products(
             product = (x @ w.T).to(torch.bfloat16)
             x, w = x.to(device).bfloat16(), w.to(device).bfloat16()
             rows = rows_of(m, rank, ranks)
-            for _ in range(3):
+            for call in range(4 if nodes else 3):
+                if nodes:
+                    rs.together = ag.together = call in (1, 2)
                 y = fluxlike.gemm_rs(x, w, rs)
                 z, gathered = fluxlike.ag_gemm(x[rows], w, ag, m=m, return_gathered=True)
             rs.check()
