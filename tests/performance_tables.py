@@ -21,8 +21,10 @@ OPS = ("gemm_rs", "ag_gemm")
 HEADLINE = {
     "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
     "2×H200": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json"),
-    "2×H100": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json"),
+    "2×H100": ("2026-11-25-{}-timed-H100-R2.json", "2026-11-25-{}-timed-H100-R2-graph.json"),
 }
+#: Those whose later records are in the table above.
+EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json")}
 #: What a record calls its commit, if it is another that was run: see 2026-11-23-gemm_rs-headline-R2-graph.md.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
@@ -70,7 +72,7 @@ def printed(path: Path) -> Record:
 
 
 def headline(machine: str, op: str) -> tuple[Record, Record]:
-    eager, graph = (read(name.format(op)) for name in HEADLINE[machine])
+    eager, graph = (read(name.format(op)) for name in (HEADLINE | EARLIER)[machine])
     assert eager.commit == graph.commit
     return eager, graph
 
@@ -118,7 +120,7 @@ def summary() -> str:
 
 def caption(op: str, machine: str, *records: Record) -> str:
     links = ", ".join(f"[{'graph' if 'graph' in record.name else 'eager'}]({record.link})" for record in records)
-    return f"{op}, {machine}, commit {records[0].commit} ({links}), µs:\n\n"
+    return f"{op}, {machine.replace('-', ' ')}, commit {records[0].commit} ({links}), µs:\n\n"
 
 
 def shapes(machine: str, op: str) -> str:
