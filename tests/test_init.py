@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,3 +164,34 @@ def test_what_finalize_says_when_a_program_exits(code):
         else:
             (line,) = outcome.value
             assert f"SystemExit: {code}; before this rank goes on, fluxlike.finalize waits up to" in line
+
+
+def gloo_threads():
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("gloo" in name for name in names)
+
+
+def ends(group, how):
+    """Torch's groups end when torch ends them, whatever of fluxlike is still there: what a user keeps, cycles, a failed call."""
+    before, kept = gloo_threads(), []
+    gc.disable()
+    whole, other = dist.new_group(), dist.new_group()
+    assert gloo_threads() > before
+    fluxlike.init(whole, heap="shm", heap_bytes=4 << 20)
+    x, w = torch.ones(6, 8), torch.ones(8, 8)
+    kept += [world.current(), fluxlike.create_gemm_rs_context(6, 8, dtype=torch.float32)]
+    for _ in range(2):
+        kept += [fluxlike.gemm_rs(x, w, kept[1]), fluxlike.gemm_rs(x, w, group=other), fluxlike.all_reduce(x, group=other)]
+    if how == "failed":
+        with pytest.raises(ValueError, match="make the same calls") as error:
+            fluxlike.gemm_rs(torch.ones(4 + 2 * group.rank(), 8), w, kept[1])
+        kept.append(error.value)
+    fluxlike.finalize()
+    whole = other = dist.destroy_process_group(whole) or dist.destroy_process_group(other)
+    return gloo_threads() - before
+
+
+@pytest.mark.parametrize("how", ("well", "failed", "checked"))
+def test_nothing_keeps_torch_groups_alive(how):
+    for outcome in run_fresh(ends, 2, {"FLUXLIKE_RACECHECK": str(int(how == "checked"))}, how=how):
+        assert outcome.ok and outcome.value == 0, str(outcome)

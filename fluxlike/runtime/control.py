@@ -330,8 +330,12 @@ class ControlGroup:
                 )
 
     def close(self) -> None:
-        """Drop the connections now: gloo's threads must not be left to the end of the interpreter, which some do not survive."""
-        self._gloo = self._begun = self._left = None
+        """Drop the connections now, and torch's group, which then ends when torch ends it, though this be kept or part of a cycle.
+
+        Gloo's threads must not be left to the end of the interpreter, which some do not survive: one that gives back a tensor of
+        Python's then ends the process with SIGABRT.
+        """
+        self._gloo = self._begun = self._left = self.group = None
 
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""

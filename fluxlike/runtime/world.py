@@ -58,7 +58,7 @@ class World:
 
     def __init__(self, group: dist.ProcessGroup, heap: str, heap_bytes: int | None, owns_torch: bool) -> None:
         keep_in_children(self)
-        self.group, self.owns_torch = group, owns_torch
+        self.owns_torch = owns_torch
         self._process = os.getpid()
         self._connecting: dict[str, threading.Lock] = {}
         self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group, key_of(group))
@@ -148,6 +148,12 @@ class World:
         control.nodes, control.node = self.sharing.nodes, self.sharing.node
         self._controls[control.name] = control
         return control
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Torch's group of these ranks. Only the control group keeps it, and drops it at the end; see `ControlGroup.close`."""
+        assert self.control.group is not None, "fluxlike has ended"
+        return self.control.group
 
     def _make_segment(self, nbytes: int, control: ControlGroup) -> Segment:
         segment = self.executor.make_segment(nbytes, control)
