@@ -155,6 +155,7 @@ class Call:
     as_list: bool = False
     gathered: bool = False
     pass_m: bool = True
+    says: bool = False  # K of all ranks (gemm_rs), or N of all ranks and weights (ag_gemm)
     gradient: bool = False
     out: str = ""  # gemm_rs: "" none, "rows" contiguous, "offset" at an odd address
     planted: tuple[tuple[str, int, int, float], ...] = ()  # (operand, rank, place, value)
@@ -253,6 +254,7 @@ def calls(draw, faulty: bool) -> Call:
         as_list=count > 1 or (op == "ag_gemm" and draw(st.booleans())),
         gathered=op == "ag_gemm" and draw(st.booleans()),
         pass_m=pass_m,
+        says=draw(st.booleans()),
         gradient=draw(st.booleans()) and not fault,
         out=draw(st.sampled_from(("", "rows", "offset"))) if op == "gemm_rs" and not fault else "",
         planted=tuple(draw(st.lists(special, max_size=3))) if not fault else (),

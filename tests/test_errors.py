@@ -128,6 +128,11 @@ def bad_calls(group):
         refuses(partial(ag_gemm, here(24 // size, 9), here(12, 9), ag), ValueError, "K=9", "k=8", "k=9")
         refuses(partial(ag_gemm, shard, w, ag, m=26), ValueError, 24 // size, "m=26", "torch.chunk", f"rank {rank}")
         refuses(partial(ag_gemm, shard, [], ag), ValueError, "0 weights", "at least one")
+        refuses(partial(gemm_rs, x, w, alone, k=7), ValueError, "gemm_rs: k=7", "the 8 of this rank", "K of all ranks")
+        refuses(partial(ag_gemm, shard, [w, w], ag, n=23), ValueError, "ag_gemm: n=23", "the 24 of this rank", "N of all ranks")
+        for k in ("many", 8.0, True):
+            refuses(partial(gemm_rs, x, w, alone, k=k), ValueError, f"k={k!r}", "whole number", "leave it out")
+        refuses(partial(gemm_rs, x, w, alone, k=1 << 31), ValueError, f"k={1 << 31}", "up to which kernels count")
         refuses(partial(ag_gemm, shard, [w, w], ag, bias=[None]), ValueError, "2 weights", "1 biases")
     works(group, alone, ag)
     refuses(lambda: copy.deepcopy({"ctx": ag}), TypeError, "AGGemmContext", "cannot be copied")

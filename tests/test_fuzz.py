@@ -68,6 +68,8 @@ def arguments(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
         mine = call.rows(rank)
         layout = Layout(offset=3 if call.out == "offset" else 0)
         how["out"] = layout.place(mine.stop - mine.start, call.ns[rank], call.torch_dtype, 1).fill_(7)
+    if call.says:
+        how |= {"k": sum(call.ks)} if call.op == "gemm_rs" else {"n": sum(call.ns) * len(weights)}
     if call.gradient and ctx is None and not call.out:  # what autograd records has contexts and results of its own
         for t in (args[0], *weights):
             t.requires_grad_()

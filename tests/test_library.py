@@ -184,7 +184,7 @@ def beside_copies(group):
     limit, ag.BESIDE_FROM = ag.BESIDE_FROM, 1
     rs.call = spying
     try:
-        dx, gathered = library.gemm_rs_gather_op(dz, w.T, x[mine], 37, library.name_of(group))
+        dx, gathered = library.gemm_rs_gather_op(dz, w.T, x[mine], 37, library.name_of(group), None)
     finally:
         rs.call = real
         ag.BESIDE_FROM = limit
@@ -336,15 +336,15 @@ def opchecks(group):
 
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     cases = [
-        (library.gemm_rs_op, (new(4 * size, 8), new(6, 8), new(6), name)),
-        (library.ag_gemm_op, (new(4, 8), [new(6, 8), new(2, 8)], [new(6), new(2)], library.EVEN, False, name)),
-        (library.ag_gemm_op, (new(2 - rank, 8), [new(6, 8)], [], 3, True, name)),
+        (library.gemm_rs_op, (new(4 * size, 8), new(6, 8), new(6), name, None)),
+        (library.ag_gemm_op, (new(4, 8), [new(6, 8), new(2, 8)], [new(6), new(2)], library.EVEN, False, name, 8 * size)),
+        (library.ag_gemm_op, (new(2 - rank, 8), [new(6, 8)], [], 3, True, name, None)),
     ]
     for op, args in cases:
         result = torch.library.opcheck(op, args, test_utils=checks)
         assert set(result.values()) == {"SUCCESS"}, result
     plain = [t.detach() for t in (new(4 * size, 8), new(6, 8), new(4, 3))]
-    torch.library.opcheck(library.gemm_rs_gather_op, (*plain, 4 * size, name), test_utils=checks)
+    torch.library.opcheck(library.gemm_rs_gather_op, (*plain, 4 * size, name, None), test_utils=checks)
 
 
 def test_opcheck():

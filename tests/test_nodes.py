@@ -125,7 +125,7 @@ def rule(op, n, k, nodes_and_ranks, rate, schedule="auto", latency_alone=cost.PU
         size=local, n=n, k=k, max_m=1024, problem=problem, choose=lambda p: choice.choose(p, "auto", {}),
         tuned=SimpleNamespace(memory=memory),
     )  # fmt: skip
-    return lambda m: made.is_together(m, -(-m // made.size))
+    return lambda m, whole=None: made.is_together(m, -(-m // made.size), whole)
 
 
 @pytest.mark.parametrize("rate", (cost.COPY_RATE, cost.NETWORK_RATE))
@@ -153,6 +153,19 @@ MEASURED = {
 def test_together_where_that_was_faster(shape):
     together = rule(*shape, (2, 1), cost.COPY_RATE, latency_alone=cost.PUT_BY_KERNEL)
     assert {m: together(m) for m in MEASURED[shape]} == {m: whole < apart for m, (apart, whole) in MEASURED[shape].items()}
+
+
+def test_together_by_the_size_that_a_call_says():
+    """And not by the context's, nor by that of the call before."""
+    places, rows = (2, 1), (64, 288, 352, 512, 1024)
+    for op, narrow, wide in (("gemm_rs", (8192, 1024), (8192, 14336)), ("ag_gemm", (3584, 8192), (28672, 8192))):
+        said = 1 if op == "gemm_rs" else 0
+        by_itself = {shape: [rule(op, *shape, places, cost.COPY_RATE)(m) for m in rows] for shape in (narrow, wide)}
+        assert by_itself[narrow] != by_itself[wide], op
+        ctx = rule(op, *narrow, places, cost.COPY_RATE)
+        for _ in range(2):
+            assert [ctx(m) for m in rows] == by_itself[narrow]
+            assert [ctx(m, wide[said]) for m in rows] == by_itself[wide]
 
 
 def every_schedule(group):

@@ -120,7 +120,8 @@ def column_forward(
     x, *operands = autocast(arrived(x), *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
     keep = save_gathered and torch.is_grad_enabled()
-    results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep)
+    n = ranks * sum(w.shape[0] for w in weights)  # evenly split: `check_divides`
+    results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep, n=n)
     if keep:
         results, _ = results
     return [whole_from_rows(z, (*x.shape[:-1], z.shape[-1]), dim, ranks) for z in results]
@@ -131,7 +132,8 @@ def row_forward(
 ) -> torch.Tensor:
     check_sequence(layer, x, dim, ranks)
     x, weight, bias = autocast(arrived(x), weight, bias)
-    y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group)
+    k = ranks * weight.shape[1]  # evenly split: `check_divides`
+    y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group, k=k)
     if x.dim() == 2:
         return y
     return y.unflatten(0, [size // ranks if i == dim else size for i, size in enumerate(x.shape[:-1])])

@@ -230,7 +230,7 @@ def _put_ag_gemm(
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
     keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
-    results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group)
+    results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group, None)
     news = []
     for i, product in enumerate(products):
         z = rewrite.add(operator.getitem, results, i)
@@ -359,7 +359,7 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
         x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))
-        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), _bias(rewrite, products, group), group)
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), _bias(rewrite, products, group), group, None)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
         y = rewrite.reshaped(y, shape(waits[0]))
@@ -400,7 +400,7 @@ def _bias(rewrite: Rewrite, products: list[Product], group: str) -> Node | None:
     if not biases:
         return None
     own = rewrite.rows(_joined(rewrite, [rewrite.reshaped(b, [1, *shape(b)]) for b in biases], 0))
-    gathered = rewrite.add(operator.getitem, rewrite.call(library.ag_gemm_op, own, [], [], library.EVEN, True, group), 0)
+    gathered = rewrite.add(operator.getitem, rewrite.call(library.ag_gemm_op, own, [], [], library.EVEN, True, group, None), 0)
     return rewrite.add(CAST, rewrite.add(aten.sum.dim_IntList, gathered, [0], dtype=torch.float32), value(own).dtype)
 
 

@@ -101,6 +101,7 @@ def ag_gemm(
     group: dist.ProcessGroup | None = None,
     return_gathered: bool = False,
     m: int | None = None,
+    n: int | None = None,
 ) -> Any:
     """all_gather(x_shard) · weightᵀ (+ bias): every rank gets all M rows for its own columns.
 
@@ -112,6 +113,8 @@ def ag_gemm(
         return_gathered: also return the gathered input [M, K].
         m: M, the rows of all ranks together. Needed when the ranks' shards differ: then they must be as torch.chunk splits M.
             Default: R × the rows of this shard.
+        n: N, the columns of all ranks and weights together, the same on all ranks: for the schedule that suits it. None: the
+            context's, which is that of the first call where ctx is None.
 
     Returns:
         z [M, N / R], or a list of them for a list of weights; with ``return_gathered`` the pair (z, gathered). New tensors.
@@ -129,8 +132,8 @@ def ag_gemm(
     if torch.compiler.is_compiling() or wants_gradient(x_shard, weight, bias):
         from . import library
 
-        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered)
-    return call(x_shard, weight, ctx, bias, group, return_gathered, m)
+        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered, n)
+    return call(x_shard, weight, ctx, bias, group, return_gathered, m, n)
 
 
 def call(
@@ -141,28 +144,29 @@ def call(
     group: dist.ProcessGroup | None = None,
     return_gathered: bool = False,
     m: int | None = None,
+    n: int | None = None,
 ) -> Any:
     """`ag_gemm`, which autograd does not see."""
     validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
-    k = x_shard.shape[1]
+    k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
+    validate.whole("ag_gemm", "n", n, columns)
     if control.spans:
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
-        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered)
+        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n)
         several: Any = results[0] if isinstance(weight, torch.Tensor) else results
         return (several, gathered) if return_gathered else several
     with control.lock:
         if ctx is None:
-            columns = sum(w.shape[0] for w in weights)
             sizes = {"max_m": max(m, 1), "k": max(k, 1)}
             ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         if m and k:
-            _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size))
+            _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
         else:
             empty(ctx, m, k, biases, results)
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
@@ -177,12 +181,16 @@ def rows_of_a_node(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
+    whole: int | None,
 ) -> None:
-    """A call, of checked operands, for the rows of one node of a group that spans several; ``full``: rows of a full chunk."""
+    """A call, of checked operands, for the rows of one node of a group that spans several.
+
+    ``full``: rows of a full chunk; ``whole``: N of all ranks of the node, if the caller says it.
+    """
     m, k = results[0].shape[0], x.shape[1]
     with ctx.control.lock:
         if m and k:
-            _run(ctx, x, weights, biases, results, gathered, full)
+            _run(ctx, x, weights, biases, results, gathered, full, whole)
         else:
             empty(ctx, m, k, biases, results)
 
@@ -215,7 +223,7 @@ def gather_beside(
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         gathered = x_shard.new_empty(m, k)
         if m and k:
-            _run(ctx, x_shard, [nothing], [None], [x_shard.new_empty(m, 0)], gathered, chunk_rows(m, ctx.size), launch)
+            _run(ctx, x_shard, [nothing], [None], [x_shard.new_empty(m, 0)], gathered, chunk_rows(m, ctx.size), None, launch)
         else:
             ctx.record(M=m, K=k)
             launch()
@@ -244,22 +252,24 @@ def _run(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
+    whole: int | None,
     beside: Callable[[], None] | None = None,
 ) -> None:
-    """``full``: rows of a full chunk. ``beside``: what else is launched while the shards are on their way."""
+    """``full``, ``whole``: see `rows_of_a_node`. ``beside``: what else is launched while the shards are on their way."""
     (rows, k), m = x.shape, results[0].shape[0]
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
-    kinds = full, rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
-    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, beside is not None))
+    kinds = full, whole, rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
+    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, whole, beside is not None))
     if isinstance(plan, sequential.Plan):
         sequential.ag_gemm(ctx, plan, x, weights, biases, results, gathered)
         return
     if isinstance(plan, decomposed.Gather):
         decomposed.ag_gemm(ctx, plan, x, weights, biases, results, gathered, full)
         return
-    slot = ctx.start(plan.transport, plan.tile, M=m, K=k)
+    said = {} if whole is None else {"N": whole}  # ranks that say different ones may cut their shards differently
+    slot = ctx.start(plan.transport, plan.tile, M=m, K=k, **said)
     with ctx.begun():
         shard, *operands = tiling.padded(operands, plan.padded)
 
@@ -288,13 +298,14 @@ def _plan(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
+    whole: int | None,
     beside: bool,
 ) -> _Plan | sequential.Plan | decomposed.Gather:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full)
     m, k = results[0].shape[0], operands[0].shape[1]
     ld = tiling.round_up(k, 16)
-    problem = ctx.problem(m, ctx.n, k, full)
+    problem = ctx.problem(m, ctx.n if whole is None else whole, k, full)
     if beside:  # a push by the kernel has no product of its own to hide under
         large = full * ld * ctx.dtype.itemsize >= BESIDE_FROM
         chosen = choice.choose(problem, "copy_engine" if large else "in_kernel", {})

@@ -12,8 +12,8 @@ ag_gemm first. What is chosen:
 
 What must be the same on all ranks. The transport, ``subs``, and of the tile ``bm`` (gemm_rs: and ``bn``) say which signal
 belongs to which part of the data, so a rank that chose otherwise would wait for signals that nobody gives. So `choose` looks only
-at a `Problem`, whose every field the ranks have in common (for gemm_rs K, for ag_gemm N are the context's, because those of a call
-may differ between ranks), and at a table that the ranks agreed on when the context was made (`tuned.agreed`). ag_gemm's ``bn``
+at a `Problem`, whose every field the ranks have in common (for gemm_rs K, for ag_gemm N are what all ranks say, else the context's,
+because their own may differ), and at a table that the ranks agreed on when the context was made (`tuned.agreed`). ag_gemm's ``bn``
 is each rank's own affair (`for_columns`).
 
 A choice out of a table is used if it is one of those that could have been measured here (`why_not`). So a wrong table can make

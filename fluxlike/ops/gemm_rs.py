@@ -104,6 +104,7 @@ def gemm_rs(
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    k: int | None = None,
 ) -> torch.Tensor:
     """This rank's rows of Σ_ranks x · weightᵀ (+ bias), as ``reduce_scatter(x @ weight.T)`` would give them.
 
@@ -112,6 +113,8 @@ def gemm_rs(
             [K / R, N]. Same dtype as the context. K / R may differ from rank to rank.
         ctx: a context of `create_gemm_rs_context`; None keeps one for each (group, dtype) that grows collectively.
         bias: [N], added once. group: the tensor-parallel group when ctx is None. out: [rows, N], row-major, to write into.
+        k: K, the columns of all ranks together, the same on all of them: for the schedule that suits it. None: the context's, which
+            is that of the first call where ctx is None.
 
     Returns:
         [rows, N]: the rows of this rank as torch.chunk splits M; a new tensor unless ``out`` is given.
@@ -133,8 +136,8 @@ def gemm_rs(
     if torch.compiler.is_compiling() or wants_gradient(x, weight, bias):
         from . import library
 
-        return library.gemm_rs(x, weight, bias, group, ctx, out)
-    return call(x, weight, ctx, bias, group, out)
+        return library.gemm_rs(x, weight, bias, group, ctx, out, k)
+    return call(x, weight, ctx, bias, group, out, k)
 
 
 def call(
@@ -144,28 +147,39 @@ def call(
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    k: int | None = None,
 ) -> torch.Tensor:
     """`gemm_rs`, which autograd does not see."""
     validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
     validate.operands("gemm_rs", x, weight, bias)
+    validate.whole("gemm_rs", "k", k, x.shape[1])
     m, n = x.shape[0], weight.shape[0]
     control = resolve(group) if ctx is None else ctx.control
     if control.spans:
-        return nodes.gemm_rs(control, ctx, x, weight, bias, group, out)
+        return nodes.gemm_rs(control, ctx, x, weight, bias, group, out, k)
     with control.lock:
         if ctx is None:
             ctx = kept("gemm_rs", GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         full = chunk_rows(m, ctx.size)
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
-        rows_of_a_node(ctx, x, weight, bias, y, full)
+        rows_of_a_node(ctx, x, weight, bias, y, full, k)
         return y
 
 
 def rows_of_a_node(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+    ctx: GemmRSContext,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    full: int,
+    whole: int | None,
 ) -> None:
-    """A call, of checked operands, for rows that go to the ranks of one node; ``full``: rows of a full chunk."""
+    """A call, of checked operands, for rows that go to the ranks of one node.
+
+    ``full``: rows of a full chunk; ``whole``: K of all ranks of the node, if the caller says it.
+    """
     m, n = x.shape[0], weight.shape[0]
     with ctx.control.lock:
         if m == 0 or n == 0:
@@ -173,7 +187,7 @@ def rows_of_a_node(
             return
         if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
             x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
-        _run(ctx, x, weight, bias, y, full)
+        _run(ctx, x, weight, bias, y, full, whole)
 
 
 class _Plan(NamedTuple):
@@ -188,17 +202,24 @@ class _Plan(NamedTuple):
 
 
 def _run(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+    ctx: GemmRSContext,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    full: int,
+    whole: int | None,
 ) -> None:
-    kinds = full, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
-    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full))
+    kinds = full, whole, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
+    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full, whole))
     if isinstance(plan, sequential.Plan):
         sequential.gemm_rs(ctx, plan, x, weight, bias, y)
         return
     if isinstance(plan, decomposed.Scatter):
         decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
-    slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0])
+    said = {} if whole is None else {"K": whole}  # ranks that say different ones may cut their chunks differently
+    slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0], **said)
     with ctx.begun():
         x, weight = tiling.padded((x, weight), plan.padded)
         tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y, y
@@ -209,13 +230,19 @@ def _run(
 
 
 def _plan(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+    ctx: GemmRSContext,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    full: int,
+    whole: int | None,
 ) -> _Plan | sequential.Plan | decomposed.Scatter:
     if ctx.schedule == "stream_k":
         return _plan_stream_k(ctx, x, weight, bias, y, full)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     rows = y.shape[0]
-    chosen = ctx.choose(ctx.problem(m, n, ctx.k, full))
+    chosen = ctx.choose(ctx.problem(m, n, ctx.k if whole is None else whole, full))
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
         return sequential.plan(ctx, m, n, y, full)

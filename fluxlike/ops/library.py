@@ -121,31 +121,35 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fluxlike::gemm_rs", mutates_args=())
-def gemm_rs_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    return rs.call(_rows(x), weight, bias=bias, group=group_of(group_name))
+def gemm_rs_op(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, k: int | None
+) -> torch.Tensor:
+    """``k``: K of all ranks, if the caller says it."""
+    return rs.call(_rows(x), weight, bias=bias, group=group_of(group_name), k=k)
 
 
 @gemm_rs_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, k: int | None) -> torch.Tensor:
     _together("gemm_rs", x, [weight], [bias])
     return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0])
 
 
 def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _, ctx.group_name = inputs
+    x, weight, _, ctx.group_name, ctx.whole = inputs
     ctx.m = x.shape[0]
     ctx.save_for_backward(x if weight.requires_grad else None, weight if x.requires_grad else None)
 
 
 def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
-    wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+    wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     weights = [weight.T] if wants_x else []
-    results = ag_gemm_op(dy.contiguous(), weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name)
+    # its columns are those that x has on all ranks
+    results = ag_gemm_op(dy.contiguous(), weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name, ctx.whole)
     dx = results[0] if wants_x else None
     dw = results[-1].T @ x if wants_weight else None
     db = results[-1].sum(0) if wants_bias else None
-    return dx, dw, db, None
+    return dx, dw, db, None, None
 
 
 gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward), setup_context=_save_gemm_rs)
@@ -162,8 +166,10 @@ def ag_gemm_op(
     m: int,
     return_gathered: bool,
     group_name: str,
+    n: int | None,
 ) -> list[torch.Tensor]:
-    """``biases``: one a weight, or none at all. ``m``: rows of all ranks, EVEN if all have as many.
+    """``biases``: one a weight, or none at all. ``m``: rows of all ranks, EVEN if all have as many. ``n``: N of all ranks, if the
+    caller says it.
 
     The gathered input comes last; without weights it is all there is.
     """
@@ -171,7 +177,7 @@ def ag_gemm_op(
     m, x_shard = whole(x_shard, m, group_name), _rows(x_shard)
     if not weights:
         return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
-    results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m)
+    results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m, n)
     return [*results[0], results[1]] if return_gathered else results
 
 
@@ -183,15 +189,16 @@ def _(
     m: int,
     return_gathered: bool,
     group_name: str,
+    n: int | None,
 ) -> list[torch.Tensor]:
     _together("ag_gemm", x_shard, weights, biases)
     m = whole(x_shard, m, group_name)
     columns = [w.shape[0] for w in weights] + [x_shard.shape[1]] * (return_gathered or not weights)
-    return [x_shard.new_empty(m, n) for n in columns]
+    return [x_shard.new_empty(m, width) for width in columns]
 
 
 def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
-    x_shard, weights, _, _, ctx.kept, ctx.group_name = inputs
+    x_shard, weights, _, _, ctx.kept, ctx.group_name, ctx.whole = inputs
     ctx.m = output[0].shape[0]
     ctx.columns, ctx.like = [w.shape[0] for w in weights], {"dtype": x_shard.dtype, "device": x_shard.device}
     if ctx.kept:
@@ -216,14 +223,14 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
         dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if regather:
-            dx, gathered = gemm_rs_gather_op(dz, weight.T, source, ctx.m, ctx.group_name)
+            dx, gathered = gemm_rs_gather_op(dz, weight.T, source, ctx.m, ctx.group_name, ctx.whole)
         else:
-            dx = gemm_rs_op(dz, weight.T, None, ctx.group_name)
+            dx = gemm_rs_op(dz, weight.T, None, ctx.group_name, ctx.whole)
     elif regather:
-        gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name)[0]
+        gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name, None)[0]
     dws = [dz.T @ gathered if wanted else None for dz, wanted in zip(dzs, wants_weights, strict=True)]
     dbs = [dz.sum(0) if wanted else None for dz, wanted in zip(dzs, wants_biases, strict=False)]
-    return dx, dws, dbs, None, None, None
+    return dx, dws, dbs, None, None, None, None
 
 
 ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=_save_ag_gemm)
@@ -234,7 +241,7 @@ ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=
 
 @torch.library.custom_op("fluxlike::gemm_rs_gather", mutates_args=())
 def gemm_rs_gather_op(
-    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
+    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str, k: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
     group = group_of(group_name)
@@ -246,13 +253,13 @@ def gemm_rs_gather_op(
         if not control.spans:
             sizes = {"max_m": x.shape[0], "n": weight.shape[0]}
             ctx = kept("gemm_rs", rs.GemmRSContext, control, x.dtype, sizes, group, k_here=x.shape[1])
-        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=group)), shard, group=group, m=m)
+        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=group, k=k)), shard, group=group, m=m)
     return y[0], gathered
 
 
 @gemm_rs_gather_op.register_fake
 def _(
-    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str
+    x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str, k: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(rows_here(x.shape[0], group_name), weight.shape[0]), shard.new_empty(m, shard.shape[1])
 
@@ -292,10 +299,11 @@ for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
 # -- what fluxlike.gemm_rs, ag_gemm and gemm_ar come to --------------------------------------------------------------------
 
 
-def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
+def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any, k: Any) -> torch.Tensor:
     _no("gemm_rs", ctx=ctx, out=out)
     tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
-    return gemm_rs_op(x, weight, bias, name_of(group))
+    validate.whole("gemm_rs", "k", k, x.shape[1])
+    return gemm_rs_op(x, weight, bias, name_of(group), k)
 
 
 def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
@@ -304,17 +312,20 @@ def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
     return gemm_ar_op(x, weight, bias, name_of(group))
 
 
-def ag_gemm(x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool) -> Any:
+def ag_gemm(
+    x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool, n: Any
+) -> Any:
     _no("ag_gemm", ctx=ctx)
     weights, biases = validate.listed(weight, bias)
     tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
     if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
         raise ValueError(f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many")
+    validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in weights))
     if all(b is None for b in biases):
         biases = []
     else:  # a list of an op holds tensors only
         biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
-    results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group))
+    results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group), n)
     result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
     return (result, results[-1]) if return_gathered else result
 

@@ -75,8 +75,8 @@ class NodesContext(Held):
         self.closed, self.captured, self._seen = False, False, False
         #: Whether calls are made together; None: as the model has it.
         self.together: bool | None = None
-        #: By rows of a full chunk: whether that is expected to be faster.
-        self._faster: dict[int, bool] = {}
+        #: By rows of a full chunk, and the size that a call may say: whether that is expected to be faster.
+        self._faster: dict[tuple[int, int | None], bool] = {}
         self._error: Exception | None = None
         self.last_path, self.stats = "", {"calls": 0, "bytes": 0}
         self.world = world.current()
@@ -159,36 +159,43 @@ class NodesContext(Held):
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, m: int, columns: int) -> "_Call":
+    def begin(self, m: int, columns: int, whole: int | None) -> "_Call":
+        """``whole``: K (gemm_rs) or N (ag_gemm) of all ranks, if the caller says it."""
         self.stats["calls"] += 1
-        return _Call(self, m, columns)
+        return _Call(self, m, columns, None if whole is None else cdiv(whole, len(self.nodes)))
 
-    def is_together(self, m: int, full: int) -> bool:
-        """Whether a call of ``m`` rows, ``full`` in a full chunk, is made with one product of all rows, as `together` says."""
+    def is_together(self, m: int, full: int, whole: int | None = None) -> bool:
+        """Whether a call of ``m`` rows, ``full`` in a full chunk, is made with one product of all rows, as `together` says.
+
+        ``whole``: K (gemm_rs) or N (ag_gemm) of the node, where it is not the context's.
+        """
         if m == 0 or self.size * full > self.inner.max_m:
             return False
         if self.together is not None:
             return self.together
         if self.schedule == "stream_k":  # of which there is no model
             return False
-        if full not in self._faster:
+        known = self._faster.get((full, whole))
+        if known is None:
             count = len(self.nodes)
-            one = self._expected(full)
+            one = self._expected(full, whole)
             message = self.messages.latency + self._nbytes(full) / self.messages.rate
             apart = count * (one + cost.AROUND) + max(0.0, message - one)  # the last of them has one product to hide under
-            self._faster[full] = self._expected(full * count) + self._exposed(full) < apart
-        return self._faster[full]
+            known = self._faster[full, whole] = self._expected(full * count, whole) + self._exposed(full) < apart
+        return known
 
     def _nbytes(self, full: int) -> int:
         """Of a message."""
         columns = self.inner.n if self.op == "gemm_rs" else self.inner.k
         return int(full * columns * self.dtype.itemsize)
 
-    def _expected(self, full: int) -> float:
+    def _expected(self, full: int, whole: int | None) -> float:
         """Seconds of a call inside the node with so many rows a rank."""
         inner = self.inner
-        columns = inner.n or cost.LARGE_K  # of ag_gemm it may not be known
-        problem = inner.problem(full * inner.size, columns, inner.k, full)
+        n, k = inner.n or cost.LARGE_K, inner.k  # N of ag_gemm may not be known
+        if whole is not None:
+            n, k = (n, whole) if self.op == "gemm_rs" else (whole, k)
+        problem = inner.problem(full * inner.size, n, k, full)
         return choice.predict(problem, inner.choose(problem))
 
     def _exposed(self, full: int) -> float:
@@ -274,11 +281,14 @@ class NodesContext(Held):
 
 
 class _Call:
-    """A call between nodes: its rows, and an end in which all ranks are told of an error."""
+    """A call between nodes: its rows, and an end in which all ranks are told of an error.
 
-    def __init__(self, ctx: NodesContext, m: int, columns: int) -> None:
-        self.ctx, self.m, self.full = ctx, m, chunk_rows(m, ctx.size)
-        self.together = ctx.is_together(m, self.full)
+    ``whole``: K (gemm_rs) or N (ag_gemm) of the node, if the caller says it.
+    """
+
+    def __init__(self, ctx: NodesContext, m: int, columns: int, whole: int | None) -> None:
+        self.ctx, self.m, self.full, self.whole = ctx, m, chunk_rows(m, ctx.size), whole
+        self.together = ctx.is_together(m, self.full, whole)
         self._sizes = m, columns
 
     def __enter__(self) -> Self:
@@ -335,6 +345,7 @@ def gemm_rs(
     bias: torch.Tensor | None,
     group: dist.ProcessGroup | None,
     out: torch.Tensor | None,
+    whole: int | None,
 ) -> torch.Tensor:
     """A call of `ops.gemm_rs` whose group spans nodes."""
     from . import gemm_rs as local
@@ -344,24 +355,24 @@ def gemm_rs(
         ctx = ctx or _kept("gemm_rs", control, x.dtype, {"max_m": m, "n": n}, x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
-        with ctx.begin(m, n) as call:
+        with ctx.begin(m, n, whole) as call:
             post = ctx.messages
             parts, full = post.places(*y.shape, x.dtype), call.full
             if call.together:
                 height = len(ctx.nodes) * full
                 partials = x.new_empty(height, n)
-                local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height)
+                local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height, call.whole)
                 for node in post.next:
                     post.send_rows(partials, node * full, call.rows_of_peer(node), node)
                 own = partials[ctx.node * full :][: y.shape[0]]
             else:
                 for node in post.next:
                     place = post.place(node, call.rows_of_peer(node), n, x.dtype)
-                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full)
+                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full, call.whole)
                     ctx.inner.known = True  # what follows in the node needs no telling
                     post.send(place, node)
                 own = parts[ctx.node]
-                local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full)
+                local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full, call.whole)
             post.total(parts, own, y, bias)
             for node in post.next:
                 post.read(node)
@@ -378,6 +389,7 @@ def ag_gemm(
     group: dist.ProcessGroup | None,
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
+    whole: int | None,
 ) -> None:
     """A call of `ops.ag_gemm` whose group spans nodes."""
     m, k = results[0].shape[0], x.shape[1]
@@ -385,7 +397,7 @@ def ag_gemm(
         here = sum(w.shape[0] for w in weights)
         ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-        with ctx.begin(m, k) as call:
+        with ctx.begin(m, k, whole) as call:
             ctx.messages.send_to_all(x, alone=call.together)
             (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)
             call.told(ctx.messages.bytes)
@@ -410,7 +422,7 @@ def _one_by_one(
             post.receive(node, shard)
         rows = call.rows(node)
         part = None if gathered is None else gathered[rows]
-        local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full)
+        local.rows_of_a_node(ctx.inner, shard, weights, biases, [z[rows] for z in results], part, call.full, call.whole)
         ctx.inner.known = True  # what follows in the node needs no telling
         if node != ctx.node:
             post.read(node)
@@ -428,14 +440,16 @@ def _together(
     from . import ag_gemm as local
 
     post, count, height = call.ctx.messages, len(call.ctx.nodes), call.ctx.size * call.full
-    whole = post.gather(x, [call.rows_of_peer(node) for node in range(count)], call.full)
+    all_rows = post.gather(x, [call.rows_of_peer(node) for node in range(count)], call.full)
     for node in post.next:
         post.read(node)
     wanted = [*results, *([] if gathered is None else [gathered])]
     # by rank and node, not by node and rank
     made = wanted if call.ctx.inner.size == 1 and height == call.m else [t.new_empty(height, t.shape[1]) for t in wanted]
-    whole_x = None if gathered is None else made[-1]
-    local.rows_of_a_node(call.ctx.inner, whole, weights, biases, made[: len(results)], whole_x, count * call.full)
+    rows_too = None if gathered is None else made[-1]
+    local.rows_of_a_node(
+        call.ctx.inner, all_rows, weights, biases, made[: len(results)], rows_too, count * call.full, call.whole
+    )
     if made is not wanted:
         for t, z in zip(made, wanted, strict=True):
             z.copy_(call.by_node(t))

@@ -65,11 +65,13 @@ def gemm_rs(
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     out: torch.Tensor | None = None,
+    k: int | None = None,
 ) -> torch.Tensor:
     """`fluxlike.gemm_rs` by one fp32 product, one fp32 all-reduce and a slice."""
 
     def check(control: ControlGroup) -> tuple[Any, torch.Tensor]:
         validate.operands("gemm_rs", x, weight, bias)
+        validate.whole("gemm_rs", "k", k, x.shape[1])
         m, n = _fitting("gemm_rs", ctx, group, x, weight)
         return (m, n), validate.output("gemm_rs", out, (rows_of(m, control.size, control.rank), n), x, weight, bias)
 
@@ -121,12 +123,14 @@ def ag_gemm(
     group: dist.ProcessGroup | None = None,
     return_gathered: bool = False,
     m: int | None = None,
+    n: int | None = None,
 ) -> Any:
     """`fluxlike.ag_gemm` by one all-gather of shards padded to equal size and one product a weight."""
 
     def check(control: ControlGroup) -> tuple[Any, Any]:
         checked = validate.gathered_operands(x_shard, weight, bias, m, control)
         rows, k = checked[2], x_shard.shape[1]
+        validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in checked[0]))
         if ctx is not None:
             validate.call("ag_gemm", ctx, group, x_shard, {"M": (rows, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         return (rows, k), checked

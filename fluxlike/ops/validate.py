@@ -90,6 +90,20 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
         countable(op, name, size)
 
 
+def whole(op: str, name: str, size: Any, here: int) -> None:
+    """``size`` is one of all ranks together, of which this one has ``here``; or None, where the caller does not say it."""
+    if size is None:
+        return
+    if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        raise ValueError(f"{op}: {name}={size!r} is not a whole number; pass {name.upper()} of all ranks, or leave it out")
+    if size < here:
+        raise ValueError(
+            f"{op}: {name}={size} is less than the {here} of this rank alone; pass {name.upper()} of all ranks together, the same "
+            "on each, or leave it out"
+        )
+    countable(op, name, size)
+
+
 def in_rows(op: str, x: torch.Tensor) -> None:
     """The rows of x lie as kernels read them."""
     if x.stride(1) != 1 and x.shape[1] > 1 and x.numel():
@@ -183,7 +197,7 @@ def reduction(op: str, name: Any) -> None:
         raise ValueError(f"{op}: op={name!r} is not one of {', '.join(map(repr, OPS))}")
 
 
-def countable(op: str, name: str, size: int) -> None:
+def countable(op: str, name: str, size: int | torch.SymInt) -> None:
     """A size that the kernels' 32-bit arithmetic holds."""
     if size > tiling.MAX_SIZE:
         raise ValueError(

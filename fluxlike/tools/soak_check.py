@@ -28,23 +28,27 @@ class Operands:
     gemm_rs, gemm_ar: x [M, K_r], weight [N, K_r], bias [N]. ag_gemm: x [rows of this rank, K], weights [N_r, K], biases [N_r]; of
     several weights each is half as high as the one before, and only every other has a bias. Collectives: x [M, N], of all_gather
     [rows of this rank, N]; ``xs``: x and the other tensors of a list, each with half as many rows as the one before.
-    sparse_all_reduce: x [entries, N] and ``ids`` [1, entries], of rows of [M, N].
+    sparse_all_reduce: x [entries, N] and ``ids`` [1, entries], of rows of [M, N]. ``whole``: K (gemm_rs), N (ag_gemm)
+    of all ranks.
     """
 
     def __init__(self, signature: Signature, ranks: int, rank: int, device: torch.device) -> None:
         dtype = getattr(torch, signature.dtype)
-        extra = 16 * rank if signature.uneven else 0
+        step = 16 if signature.uneven else 0
+        extra = step * rank
+        self.whole = 0
         heights: list[int] = []
         if signature.op == SPARSE:
             rows, k = signature.ids * rank // (ranks - 1) if signature.uneven and ranks > 1 else signature.ids, signature.n
         elif signature.op in COLLECTIVES:
             rows, k = rows_of(signature.m, ranks, rank) if signature.op == "all_gather" else signature.m, signature.n
         elif signature.op == "ag_gemm":
-            n = signature.n // ranks + extra
             rows, k = rows_of(signature.m, ranks, rank), signature.k
-            heights = [max(1, n >> i) for i in range(signature.weights)]
+            every = [[max(1, (signature.n // ranks + step * r) >> i) for i in range(signature.weights)] for r in range(ranks)]
+            heights, self.whole = every[rank], sum(map(sum, every))
         else:
             rows, k, heights = signature.m, signature.k // ranks + extra, [signature.n]
+            self.whole = sum(signature.k // ranks + step * r for r in range(ranks))
         self.xs = [
             torch.empty(max(1, rows >> i) if i else rows, k, dtype=dtype, device=device)
             for i in range(1 if heights else signature.weights)
@@ -85,12 +89,13 @@ def call(
         return [y._indices(), y._values()]
     if signature.op == "gemm_ar":
         return [fluxlike.gemm_ar(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where)]
+    said = operands.whole if signature.index % 2 else None
     if signature.op == "gemm_rs":
-        return [fluxlike.gemm_rs(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where, out=out)]
+        return [fluxlike.gemm_rs(operands.x, operands.weights[0], ctx, bias=operands.biases[0], group=where, out=out, k=said)]
     several = len(operands.weights) > 1
     result = fluxlike.ag_gemm(
         operands.x, operands.weights if several else operands.weights[0], ctx, m=signature.m, group=where,
-        bias=operands.biases if several else operands.biases[0], return_gathered=signature.gathered,
+        bias=operands.biases if several else operands.biases[0], return_gathered=signature.gathered, n=said,
     )  # fmt: skip
     products, gathered = (result[0], [result[1]]) if signature.gathered else (result, [])
     return [*(products if several else [products]), *gathered]
