@@ -6,9 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_async_tp import GRAPHS, calls, close, compilable, gathered, operands, traced
+from test_async_tp import GRAPHS, K, N, as_list, calls, close, compilable, gathered, operands, traced
+from torch._higher_order_ops.effects import with_effects
 from torch._inductor import config
 
 import fluxlike
@@ -135,6 +137,29 @@ def test_the_key_for_the_cache(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(async_tp, "_groups", lambda group: [("1", [0, 1])])
         assert AsyncTP().uuid() != key
+    assert AsyncTP(even=True).uuid() != key
     monkeypatch.setattr(async_tp, "__version__", "0")
     assert AsyncTP().uuid() != key
     assert fluxlike.nn.AsyncTP is AsyncTP and str(AsyncTP()) == "no graph has been compiled with this pass"
+
+
+def said(group):
+    """What the calls put in say of the features of all ranks, and that they give the same with it."""
+    wanted = {"rows": [N], "twice": [N, N], "there and back": [N, N], "a sum of products": [2 * K]}
+    for name, here in wanted.items():
+        _, function, *_ = GRAPHS[name]
+        given, results = operands(name, group), []
+        for even in (False, True):
+            module = traced(function, given, group)
+            AsyncTP(group, even=even)(module.graph)
+            put_in = [node.args for node in module.graph.nodes if node.target is with_effects]
+            assert [args[-1] for args in put_in] == [group.size() * size if even else None for size in here], (name, even, put_in)
+            module.recompile()
+            with torch.no_grad():
+                results.append(as_list(module(*(t.clone() for t in given))))
+        for a, b in zip(*results, strict=True):
+            close(a, b, name)
+
+
+def test_sizes_of_all_ranks():
+    run_ranks(said, 2)

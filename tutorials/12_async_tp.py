@@ -6,7 +6,7 @@ stands before matrix products and reduce_scatter behind them. Three ways to comp
 
     plain       as it is: transfer, then product
     torch       ``torch._inductor.config._micro_pipeline_tp``: torch's pass, which puts in torch.ops.symm_mem.fused_… (GPUs only)
-    AsyncTP     ``options=fluxlike.nn.AsyncTP().options``: ours, which puts in ag_gemm and gemm_rs
+    AsyncTP     ``options=fluxlike.nn.AsyncTP(even=True).options``: ours, which puts in ag_gemm and gemm_rs
 
 torch's pass knows fewer forms of gather and scatter than AsyncTP. So that it finds as many as it can, the activations are
 [S, B, D], spread along dimension 0, layers that share an input share one gather, and there are no biases.
@@ -130,7 +130,7 @@ class Left(CustomGraphPass):
 def ways(cuda: bool, group: dist.ProcessGroup) -> dict[str, dict[str, Any]]:
     """The options of torch.compile."""
     always = {} if cuda else {"fallback_by_default": True, "compile_threads": 1}
-    found = {"plain": {}, "AsyncTP": AsyncTP().options}
+    found = {"plain": {}, "AsyncTP": AsyncTP(even=True).options}
     if cuda:
         symmetric = importlib.import_module("torch.distributed._symmetric_memory")
         symmetric.enable_symm_mem_for_group(group.group_name)

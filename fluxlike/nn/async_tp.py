@@ -86,15 +86,18 @@ class AsyncTP(CustomGraphPass):
     Args:
         group: the tensor-parallel group; collectives of others stay. If None, those of any group whose ranks are all among those
             of fluxlike.init, so name it where those of data parallelism are, too.
+        even: whether all ranks hold as many features of every layer, as they do where the ranks divide them. Then calls say K
+            (gemm_rs) and N (ag_gemm) of all ranks, and each is made as suits these; else as suits the first one on the group. A
+            graph does not tell; where it is not so, the ranks raise CallMismatch.
 
     A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
     cache of graphs is not compiled anew, so there is no report of it: ``cached`` and ``print`` say that there were such graphs. The
     pass is part of the key.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, even: bool = False) -> None:
         library.name_of(group)  # raises for what is no group
-        self.group = group
+        self.group, self.even = group, even
         #: A report for each graph with collectives or products, in the order in which they were compiled.
         self.graphs: list[GraphReport] = []
         self._hits_before: int | None = None
@@ -140,7 +143,7 @@ class AsyncTP(CustomGraphPass):
         report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
         if gathers or scatters:
             self._warn_of_pads(gathers + scatters)
-            work = rewrite.Rewrite(graph)
+            work = rewrite.Rewrite(graph, self.even)
             report.replaced_gathers = self._replace(work, gathers, report)
             report.replaced_scatters = self._replace(work, scatters, report)
             if report.replaced:
@@ -180,11 +183,11 @@ class AsyncTP(CustomGraphPass):
         self.graphs.append(report)
 
     def uuid(self) -> bytes:
-        """For inductor's cache: changes with the library, with what the pass is made of, and with the groups that it may find."""
+        """For inductor's cache: changes with the library, what the pass is made of, its arguments and the groups."""
         if self._hits_before is None:
             self._hits_before = _hits()
         ranks = [world.current().control.ranks] if world.is_initialized() else []
-        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {ranks} {_groups(self.group)}".encode())
+        digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {self.even} {ranks} {_groups(self.group)}".encode())
         for module in (__file__, patterns.__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()

@@ -56,10 +56,10 @@ OTHERWISE = "is scaled, or has a bias that is not one number for each column"
 
 
 class Rewrite:
-    """A graph, what is put into it, and where."""
+    """A graph, what is put into it, and where. ``even``: see `AsyncTP`."""
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: torch.fx.Graph, even: bool = False) -> None:
+        self.graph, self.even = graph, even
         fakes = (n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
         self.mode: FakeTensorMode = next(fakes).fake_mode  # type: ignore[attr-defined]
         #: What has been put in for the collective at hand.
@@ -107,6 +107,11 @@ class Rewrite:
             return self.add(aten.full.default, [columns], 0, dtype=like.dtype, device=like.device)
         dense = equal(value(product.bias).stride(0), 1)
         return product.bias if dense else self.add(aten.clone.default, product.bias, memory_format=torch.contiguous_format)
+
+    def of_all(self, features: Sequence[Any], ranks: int) -> int | None:
+        """What a call says of the features of all ranks, of which this one has these."""
+        sizes = known(features)
+        return ranks * sum(sizes) if self.even and min(sizes) >= 0 else None
 
     def whole(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
         """Rows of all ranks, one after the other, as the whole of ``sizes`` [… features], spread along ``dim``."""
@@ -230,7 +235,8 @@ def _put_ag_gemm(
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
     keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
-    results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group, None)
+    n = rewrite.of_all([shape(p.right)[1] for p in products], ranks)
+    results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group, n)
     news = []
     for i, product in enumerate(products):
         z = rewrite.add(operator.getitem, results, i)
@@ -359,7 +365,8 @@ def replace_scatter(rewrite: Rewrite, scatter: Node) -> int:
         left = _joined(rewrite, [p.left for p in products], 1)
         right = _joined(rewrite, [p.right for p in products], 0)
         x = rewrite.rows(rewrite.spread(left, [*shape(source)[:-1], shape(left)[1]], dim, ranks))
-        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), _bias(rewrite, products, group), group, None)
+        bias, k = _bias(rewrite, products, group), rewrite.of_all([shape(left)[1]], ranks)
+        y = rewrite.call(library.gemm_rs_op, x, rewrite.weight(right), bias, group, k)
         if operation == "avg":
             y = rewrite.add(aten.div.Tensor, y, ranks)
         y = rewrite.reshaped(y, shape(waits[0]))
