@@ -181,7 +181,7 @@ def rows_of_a_node(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
-    whole: int | None,
+    whole: int | None = None,
 ) -> None:
     """A call, of checked operands, for the rows of one node of a group that spans several.
 

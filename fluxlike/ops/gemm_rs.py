@@ -174,7 +174,7 @@ def rows_of_a_node(
     bias: torch.Tensor | None,
     y: torch.Tensor,
     full: int,
-    whole: int | None,
+    whole: int | None = None,
 ) -> None:
     """A call, of checked operands, for rows that go to the ranks of one node.
 
