@@ -23,14 +23,15 @@ from mutate import Mutant
 from ranks import Outcome, run_fresh
 
 #: The first of them waits for others.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
-#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one.
-SHORT, LONG = "5", "60"
+#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one: among all
+#: the tests one of three ranks has been more than a minute behind.
+SHORT, LONG = "5", "240"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
 OF_PRODUCTS = (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)
@@ -143,7 +144,7 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in KERNELS if not kernel.startswith(tuple(others)))
 
 
-def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 240, **where: Any) -> str:
+def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 480, **where: Any) -> str:
     """What the ranks say of a mutant in the scenes of ``pairs``."""
     # four programs, so that two of them push the shards of ag_gemm
     environment = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": LONG, "FLUXLIKE_CPU_PROGRAMS": "4"}
@@ -178,7 +179,7 @@ def judge_sources(how: str, directory: Path) -> str:
         # the variants of each are for test_ptx
         reached = [(kernel, mutate_reach.transports(kernel)[0]) for kernel in KERNELS]
         return on_the_lint(reached, module=module, file=str(copied))
-    return on_the_heap(PAIRS, how == "as compiled", LONG, timeout=900, module=module, file=str(source))
+    return on_the_heap(PAIRS, how == "as compiled", LONG, timeout=1100, module=module, file=str(source))
 
 
 # the tests
