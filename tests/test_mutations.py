@@ -29,8 +29,8 @@ RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
-#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one: among all
-#: the tests one of three ranks has been more than a minute behind.
+#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one: rank 0 does
+#: the scenes of messages by itself, 8 s of them and more, and beside all other tests more than a minute.
 SHORT, LONG = "5", "240"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
