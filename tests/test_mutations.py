@@ -29,9 +29,9 @@ RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
-#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one: rank 0 does
-#: the scenes of messages by itself, 8 s of them and more, and beside all other tests more than a minute.
-SHORT, LONG = "5", "240"
+#: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one. Of the
+#: sources as they are: rank 0 does the scenes of messages by itself, 8 s of them and more, and beside all other tests minutes.
+SHORT, LONG, WHOLE = "5", "240", "600"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
 OF_PRODUCTS = (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)
@@ -179,7 +179,7 @@ def judge_sources(how: str, directory: Path) -> str:
         # the variants of each are for test_ptx
         reached = [(kernel, mutate_reach.transports(kernel)[0]) for kernel in KERNELS]
         return on_the_lint(reached, module=module, file=str(copied))
-    return on_the_heap(PAIRS, how == "as compiled", LONG, timeout=1100, module=module, file=str(source))
+    return on_the_heap(PAIRS, how == "as compiled", WHOLE, timeout=1100, module=module, file=str(source))
 
 
 # the tests
