@@ -31,7 +31,7 @@ WORKERS = 3
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one. Of the
 #: sources as they are: rank 0 does the scenes of messages by itself, 8 s of them and more, and beside all other tests minutes.
-SHORT, LONG, WHOLE = "5", "240", "600"
+SHORT, LONG, WHOLE = "5", "60", "600"
 #: The scenes leave little to chance, but a busy machine may put the ranks in an order in which a fault does not show.
 TRIES = 3
 OF_PRODUCTS = (*mutate_reach.TRANSPORTS, mutate_reach.STREAM_K, mutate_reach.DECOMPOSED)
@@ -144,7 +144,7 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in KERNELS if not kernel.startswith(tuple(others)))
 
 
-def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 480, **where: Any) -> str:
+def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 240, **where: Any) -> str:
     """What the ranks say of a mutant in the scenes of ``pairs``."""
     # four programs, so that two of them push the shards of ag_gemm
     environment = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": LONG, "FLUXLIKE_CPU_PROGRAMS": "4"}

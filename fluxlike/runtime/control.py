@@ -332,8 +332,8 @@ class ControlGroup:
     def close(self) -> None:
         """Drop the connections now, and torch's group, which then ends when torch ends it, though this be kept or part of a cycle.
 
-        Gloo's threads must not be left to the end of the interpreter, which some do not survive: in four of 56 runs of tutorial 6
-        one of them ended its process with SIGABRT.
+        Gloo's threads must not be left to the end of the interpreter, which some do not survive: one may end it
+        with SIGABRT.
         """
         self._gloo = self._begun = self._left = self.group = None
 
