@@ -4,6 +4,7 @@ Nothing here is about speed. Where the GPU's half of the code is run on a CPU, `
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -17,7 +18,10 @@ from types import SimpleNamespace
 import cover
 import pytest
 import ranks
+import test_calls
+import test_whole_sizes
 import torch
+import torch.distributed as dist
 
 import fluxlike
 
@@ -262,6 +266,26 @@ def test_ways_between_nodes(op):
                 assert paths["together"].endswith("/together") and paths["apart"].startswith("nodes/"), paths
                 assert not paths["apart"].endswith("/together")
     assert bench.methods(bench_problems.GemmRS, True)[-1] == "auto", "only if they are named"
+
+
+def kept_for_other_sizes():
+    """Contexts of calls that name none, in whose table calls of `run_shape`'s sizes go by the copy engine, and others do not."""
+    make = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    fluxlike.gemm_rs(make(16, 64), make(32, 64))
+    fluxlike.ag_gemm(make(8, 64), make(32, 64))
+    for op in ("gemm_rs", "ag_gemm"):
+        test_whole_sizes.mark(test_calls.kept_context(op, dist.group.WORLD, torch.bfloat16), 16, 32, 64)
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_calls_without_a_context(op):
+    argv = [op, "--rounds", "1", "--methods", "said,unsaid,auto"]
+    for found, bad in values(ranks.run_fresh(run_shape, 2, argv=argv, sabotage=kept_for_other_sizes)):
+        rows = found["eager"]
+        assert not bad and all(row.status == "ok" for row in rows.values()), rows
+        assert rows["said"].path.startswith(test_whole_sizes.SAID) and rows["unsaid"].path.startswith(test_whole_sizes.OWN), rows
+    for found, bad in values(ranks.run_fresh(run_shape, 2, {"FLUXLIKE_VIRTUAL_NODES": "2"}, argv=argv)):
+        assert not bad and all(row.path.startswith("nodes/") for row in found["eager"].values()), found
 
 
 def test_sizes_timed():

@@ -24,7 +24,8 @@ OWN, SAID = "in_kernel", "copy_engine"
 def mark(ctx, m, n, k):
     """A call of these sizes goes by the copy engine, and one of the context's own in the kernel."""
     ctx.tuned.table.clear()
-    for sizes, transport in (((m, ctx.n, ctx.k), OWN), ((m, n, k), SAID)):
+    own = (m, n, ctx.k) if ctx.op == "gemm_rs" else (m, ctx.n, k)  # what a call is taken for that says nothing
+    for sizes, transport in ((own, OWN), ((m, n, k), SAID)):
         problem = ctx.problem(*sizes)
         assert problem.shape not in ctx.tuned.table, "the context's own sizes are others"
         ctx.tuned.table[problem.shape] = choice.usual(problem, transport)

@@ -11,7 +11,9 @@ Protocol
   method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
 * Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
-  Buffers and contexts are made once a shape, so nobody pays for allocation.
+  Buffers and contexts are made once a shape, so nobody pays for allocation. Two that must be named: `said` and `unsaid`, calls
+  without a context, which says K (gemm_rs) or N (ag_gemm) of all ranks, or lets them be those of the first shape, or of a
+  larger one behind it.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
   work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
@@ -149,7 +151,7 @@ class Bench:
             raise
         for method in methods:
             try:
-                if method.name in (*problem.OURS, *problem.BETWEEN_NODES):
+                if method.name in (*problem.OURS, *problem.ON_REQUEST):
                     method.context = self.peers.attempt(functools.partial(problem.context, method.name))
                 method.call = problem.call(method.name, method.context)
                 self.first(method)
@@ -163,7 +165,7 @@ class Bench:
             if method.context is not None:
                 method.context.close()
         rows = [row for result in found.values() for row in result.rows]
-        ours = *problem.OURS, *problem.BETWEEN_NODES
+        ours = *problem.OURS, *problem.ON_REQUEST
         self.bad |= any(row.status == "WRONG" or (row.status == "failed" and row.method in ours) for row in rows)
         return found
 

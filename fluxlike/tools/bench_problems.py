@@ -3,7 +3,7 @@
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 import fluxlike
 
+from ..ops.ag_gemm import AGGemmContext
 from ..ops.all_reduce import ALGORITHMS
 from ..ops.context import SCHEDULES
+from ..ops.gemm_rs import GemmRSContext
+from ..runtime import world
 from .bench_peers import Peers
 from .bench_report import Report, Shape
 
@@ -110,12 +113,16 @@ class Problem(ABC):
     OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
     ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
-    #: Methods that run only if they are named; and those of them that are ``auto`` between nodes, by `NodesContext.together`.
+    #: Methods of ours that run only if they are named: those that are ``auto`` between nodes, by `NodesContext.together`, and
+    #: calls that name no context, by whether they say the sizes of all ranks.
     ON_REQUEST: ClassVar[tuple[str, ...]] = ()
     BETWEEN_NODES: ClassVar[Mapping[str, bool]] = {}
+    WITHOUT_CONTEXT: ClassVar[Mapping[str, bool]] = {}
     #: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.
     UNBOUNDED: ClassVar[tuple[str, ...]] = ("torch", "async_tp", "reference")
     REPORT: ClassVar[type[Report]] = Report
+    #: The keys under which the context of `WITHOUT_CONTEXT` is kept.
+    kept_by: ClassVar[Collection[Any]] = ()
     #: Shapes by the name of their suite.
     SUITES: ClassVar[Mapping[str, Sequence[Any]]]
     #: What the interpreter does in some ten minutes, as --shapes has it.
@@ -164,8 +171,10 @@ class Problem(ABC):
     @abstractmethod
     def context(self, schedule: str) -> Any: ...
 
-    def between_nodes(self, method: str, make: Callable[[str], Any]) -> Any:
-        """The context that ``make`` makes for a method, also one of `BETWEEN_NODES`. ValueError: there is one node."""
+    def on_request(self, method: str, make: Callable[[str], Any]) -> Any:
+        """The context that ``make`` makes for a method, also one of `ON_REQUEST`. ValueError: one node, where it is for several."""
+        if method in self.WITHOUT_CONTEXT:
+            return Kept(self.kept_by, self.WITHOUT_CONTEXT[method])
         context = make("auto" if method in self.BETWEEN_NODES else method)
         if method in self.BETWEEN_NODES:
             if not hasattr(context, "together"):
@@ -209,12 +218,36 @@ class Problem(ABC):
         return error, allowed_error(self.torch_error, self.dtype, ranks, k)
 
 
-#: How calls between nodes are made.
+class Kept:
+    """The context that calls share which name none, as a method's. ``by``: its kind or, between nodes, its operation."""
+
+    def __init__(self, by: Collection[Any], says: bool) -> None:
+        self.by, self.says = by, says
+
+    @property
+    def context(self) -> Any:
+        return next((context for key, context in world.current().cached.items() if key[0] in self.by), None)
+
+    @property
+    def last_path(self) -> str:
+        return "" if self.context is None else str(self.context.last_path)
+
+    def check(self) -> None:
+        if self.context is not None:
+            self.context.check()
+
+    def close(self) -> None:
+        """It stays for other calls."""
+
+
+#: How calls between nodes are made, and those without a context.
 _WAYS = {"apart": False, "together": True}
+_SAID = {"unsaid": False, "said": True}
 
 
 class GemmRS(Problem):
-    ON_REQUEST, BETWEEN_NODES = tuple(_WAYS), _WAYS
+    kept_by = GemmRSContext, "gemm_rs"
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["gemm_rs"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -233,9 +266,11 @@ class GemmRS(Problem):
 
     def context(self, schedule: str) -> Any:
         make = functools.partial(fluxlike.create_gemm_rs_context, *self.shape, self.dtype)
-        return self.between_nodes(schedule, lambda schedule: make(schedule=schedule))
+        return self.on_request(schedule, lambda schedule: make(schedule=schedule))
 
     def ours(self, context: Any) -> torch.Tensor:
+        if isinstance(context, Kept):
+            return fluxlike.gemm_rs(self.x, self.weight, out=self.out, k=self.shape.k if context.says else None)
         return fluxlike.gemm_rs(self.x, self.weight, context, out=self.out)
 
     def spoil(self) -> None:
@@ -268,7 +303,8 @@ class GemmRS(Problem):
 
 
 class AGGemm(Problem):
-    ON_REQUEST, BETWEEN_NODES = tuple(_WAYS), _WAYS
+    kept_by = AGGemmContext, "ag_gemm"
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["ag_gemm"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -286,9 +322,11 @@ class AGGemm(Problem):
 
     def context(self, schedule: str) -> Any:
         make = functools.partial(fluxlike.create_ag_gemm_context, *self.shape, self.dtype)
-        return self.between_nodes(schedule, lambda schedule: make(schedule=schedule))
+        return self.on_request(schedule, lambda schedule: make(schedule=schedule))
 
     def ours(self, context: Any) -> torch.Tensor:
+        if isinstance(context, Kept):
+            return fluxlike.ag_gemm(self.x, self.weight, n=self.shape.n if context.says else None)  # type: ignore[no-any-return]
         return fluxlike.ag_gemm(self.x, self.weight, context)  # type: ignore[no-any-return]
 
     def run_gemm(self) -> torch.Tensor:
@@ -316,7 +354,7 @@ class GemmAR(GemmRS):
     """As gemm_rs, with the whole sum on every rank."""
 
     OURS = (*ALGORITHMS, "auto")
-    ON_REQUEST, BETWEEN_NODES = (), {}
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (), {}, {}
     ON_GPUS = ("gemm", "torch")
     UNBOUNDED = ("torch", "reference")
     SUITES: ClassVar = {
