@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from fluxlike.kernels import lang, puts
-from fluxlike.ops import group
+from fluxlike.ops import spinning
 from fluxlike.runtime import cpu, programs, shm, world
 
 LATE_S, LIMIT_S = 0.002, 60.0
@@ -90,10 +90,10 @@ def install() -> None:
     """From the next `fluxlike.init` of this process on."""
     cpu.CpuExecutor = Executor  # type: ignore[misc]
     puts.set_hook(lambda *what: _put(*what) if what else None)
-    inside, since = group._on_spin, {}
+    inside, since = spinning.on_spin, {}
 
     def spin(addresses, want, seen, what, peer, ctl, turn):
-        if ctl in group._by_ctl:  # of a context inside the node
+        if ctl in spinning.by_ctl:  # of a context inside the node
             inside(addresses, want, seen, what, peer, ctl, turn)
             return
         me = threading.get_ident()

@@ -297,7 +297,7 @@ def test_no_other_gpu_is_touched_from_a_thread(monkeypatch, current):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: on("stream", stream))
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "set_device", lambda which: devices.append(which.index))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: devices[-1], raising=False)
     executor = object.__new__(cuda.CudaExecutor)
     executor.device, executor.is_capturing = torch.device("cuda", 1), lambda: False
     executor._threads = SimpleNamespace(known=True)

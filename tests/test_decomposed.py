@@ -159,7 +159,7 @@ class Streams:
 
 def lanes_of(monkeypatch):
     streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     executor.device, executor._lanes, executor._threads = torch.device("cuda", 0), {}, SimpleNamespace(known=True)
     lanes = executor.lanes("a group's")
     assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams

@@ -50,9 +50,9 @@ class Driver:
         name._obj.value = b"CUDA_ERROR_OF_THE_TEST"
         return 0
 
-    def cuLaunchKernel(self, function, *rest):
-        *shape, stream, params, extra = rest
-        assert function == 1234 and params is None
+    def cuLaunchKernelEx(self, config, function, params, extra):
+        *shape, stream, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config, 56))
+        assert (function, params, attributes, count) == (1234, None, 0, 0)
         one, buffer, two, size, end = (ctypes.c_void_p * 5).from_address(extra)
         assert (one, two, end) == (1, 2, None)
         self.launches.append((shape, stream, ctypes.string_at(buffer, ctypes.c_size_t.from_address(size).value)))
@@ -136,7 +136,7 @@ def test_a_driver_that_refuses(driver):
     run, w = launch(), matrix()
     run((matrix(), w))
     driver.result = 700
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed with CUDA_ERROR_OF_THE_TEST"):
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed with CUDA_ERROR_OF_THE_TEST"):
         run((matrix(), w))
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled for \[100, 48\] with strides \[48, 1\] failed with CUDA_ERROR"):
         run((matrix(), matrix()))
@@ -201,8 +201,8 @@ def test_a_launch_makes_its_device_current_where_another_one_is(driver, monkeypa
 
     monkeypatch.setattr(torch.cuda, "device", device)
     run = cuda.CudaLaunch(executor, "known", 132, arguments(matrix(), matrix()), {}, 8, 3, (0, 1))
-    seen, launch = [], driver.cuLaunchKernel
-    driver.cuLaunchKernel = lambda *args: seen.append(list(on)) or launch(*args)
+    seen, launch = [], driver.cuLaunchKernelEx
+    driver.cuLaunchKernelEx = lambda *args: seen.append(list(on)) or launch(*args)
     run((matrix(), matrix()))
     for is_current in (True, False):
         executor.is_current = lambda is_current=is_current: is_current
@@ -292,7 +292,7 @@ def test_words_that_the_executor_writes(driver, monkeypatch):
     calls = []
     driver.cuStreamWriteValue32_v2 = lambda *args: calls.append(args) or 0
     driver.cuStreamSynchronize = lambda stream: calls.append(("synchronize", stream)) or 0
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     executor = object.__new__(cuda.CudaExecutor)
     executor.device, executor._posts = torch.device("cuda", 1), 9
@@ -321,7 +321,7 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
 
     driver.cuCtxGetCurrent, driver.cuCtxSetCurrent = current, lambda known: calls.append((threading.get_ident(), known)) or 0
     driver.cuStreamCreate = lambda stream, flags: setattr(stream._obj, "value", 9) or 0
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
     executor = object.__new__(cuda.CudaExecutor)
     executor.device, executor.gpu, executor._threads = torch.device("cuda", 0), "GPU-a", threading.local()
@@ -363,5 +363,5 @@ def test_a_driver_that_is_missing_or_old(found, monkeypatch):
         return SimpleNamespace()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    with pytest.raises(RuntimeError, match=r"missing, or older than that of CUDA 12\.4 .*(libcuda|cuLaunchKernel).*; install"):
+    with pytest.raises(RuntimeError, match=r"missing, or older than that of CUDA 12\.4 .*(libcuda|cuLaunchKernelEx).*; install"):
         driver_module.library()

@@ -173,7 +173,7 @@ def test_nvshmem_is_called_on_the_device_of_the_rank(monkeypatch, begun_on):
     modules = {"nvshmem": SimpleNamespace(core=core), "nvshmem.core": core, "nvshmem.bindings": SimpleNamespace(ptr=None)}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(cuda.driver, "destroy_stream", called("destroy"))
     executor = object.__new__(cuda.CudaExecutor)

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..kernels import stream_k
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
-from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
-from ..kernels.tiles import cdiv, chunk_rows, longest_lag, rows_of
+from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
-from . import choice, cost, decomposed, nodes, sequential, tiling, tuning, validate, waves
+from . import ag_gemm_stream_k, again, choice, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
-from .group import Prepared, resolve, wants_gradient
+from .group import Prepared, Told, resolve, wants_gradient
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
 BESIDE_FROM = 4 << 20
@@ -147,8 +145,18 @@ def call(
     n: int | None = None,
 ) -> Any:
     """`ag_gemm`, which autograd does not see."""
-    validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
+    if type(ctx) is not AGGemmContext:
+        validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
+    weights, biases = validate.listed(weight, bias)
+    seen = again.signature((x_shard, *weights, *biases), m, n, 2 * len(weights) + return_gathered)
+    with control.lock:
+        found = again.find(AGGemmContext, ctx, group, control, seen)
+        made = None if found is None else again.results(found[1], x_shard)
+        if found is not None and made is not None:
+            gathered = made.pop() if return_gathered else None
+            _make(found[0], found[1].plan, x_shard, [x_shard, *weights], biases, made, gathered)
+            return _returned(weight, made, gathered)
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
     validate.whole("ag_gemm", "n", n, columns)
@@ -156,8 +164,7 @@ def call(
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n)
-        several: Any = results[0] if isinstance(weight, torch.Tensor) else results
-        return (several, gathered) if return_gathered else several
+        return _returned(weight, results, gathered)
     with control.lock:
         if ctx is None:
             sizes = {"max_m": max(m, 1), "k": max(k, 1)}
@@ -166,11 +173,17 @@ def call(
         results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         if m and k:
-            _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
+            planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
+            ctx.remember(seen, planned, results if gathered is None else [*results, gathered])
         else:
             empty(ctx, m, k, biases, results)
-    result: Any = results[0] if isinstance(weight, torch.Tensor) else results
-    return (result, gathered) if return_gathered else result
+    return _returned(weight, results, gathered)
+
+
+def _returned(weight: Any, results: list[torch.Tensor], gathered: torch.Tensor | None) -> Any:
+    """What the caller gets, as ``weight`` and ``return_gathered`` ask for it."""
+    result = results[0] if isinstance(weight, torch.Tensor) else results
+    return result if gathered is None else (result, gathered)
 
 
 def rows_of_a_node(
@@ -233,7 +246,6 @@ def gather_beside(
 class _Plan(NamedTuple):
     """What a call does, for all calls with tensors of these kinds. In the inner lists one for each of the two slot sets."""
 
-    transport: str
     tile: tiling.Tiling
     #: Whether the shard, and each weight, must be copied to where the kernel can read them.
     padded: tuple[bool, ...]
@@ -242,6 +254,7 @@ class _Plan(NamedTuple):
     #: Of the gathered input, out of the heap.
     collects: list[Prepared]
     copies: list[Callable[[torch.Tensor], None]]
+    call: Told
 
 
 def _run(
@@ -254,22 +267,39 @@ def _run(
     full: int,
     whole: int | None,
     beside: Callable[[], None] | None = None,
-) -> None:
-    """``full``, ``whole``: see `rows_of_a_node`. ``beside``: what else is launched while the shards are on their way."""
-    (rows, k), m = x.shape, results[0].shape[0]
+) -> tuple[int, Any]:
+    """``full``, ``whole``: see `rows_of_a_node`. ``beside``: what else is launched while the shards are on their way.
+
+    Returns what `GroupContext.plan` has for calls with such tensors.
+    """
+    rows, k = x.shape
     # a rank without rows or without columns has no tile that reads them, but a descriptor must be of something
     shard = x if rows else x.new_zeros(1, k)
     operands: Sequence[torch.Tensor] = [shard, *[w if w.shape[0] else w.new_zeros(1, k) for w in weights]]
     kinds = full, whole, rows, gathered is None, beside is None, *[tiling.kind(t) for t in (*operands, *biases, *results)]
-    _, plan = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, whole, beside is not None))
+    planned = ctx.plan(kinds, lambda: _plan(ctx, rows, operands, biases, results, gathered, full, whole, beside is not None))
+    _make(ctx, planned[1], x, operands, biases, results, gathered, beside)
+    return planned
+
+
+def _make(
+    ctx: AGGemmContext,
+    plan: _Plan | sequential.Plan | decomposed.Gather,
+    x: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+    beside: Callable[[], None] | None = None,
+) -> None:
+    """A call that is planned. ``operands``: the shard ``x`` and the weights, with a row of zeros for what is empty."""
     if isinstance(plan, sequential.Plan):
-        sequential.ag_gemm(ctx, plan, x, weights, biases, results, gathered)
+        sequential.ag_gemm(ctx, plan, x, operands[1:], biases, results, gathered)
         return
     if isinstance(plan, decomposed.Gather):
-        decomposed.ag_gemm(ctx, plan, x, weights, biases, results, gathered, full)
+        decomposed.ag_gemm(ctx, plan, x, operands[1:], biases, results, gathered)
         return
-    said = {} if whole is None else {"N": whole}  # ranks that say different ones may cut their shards differently
-    slot = ctx.start(plan.transport, plan.tile, M=m, K=k, **said)
+    slot = ctx.start(plan.call)
     with ctx.begun():
         shard, *operands = tiling.padded(operands, plan.padded)
 
@@ -284,7 +314,7 @@ def _run(
             ctx.overlapped(lambda: launch(0), None, lambda: plan.copies[slot](shard))
         else:
             launch(0)
-        for i in range(1, len(weights)):
+        for i in range(1, len(results)):
             launch(i)
         if gathered is not None:
             plan.collects[slot]((shard, gathered))
@@ -302,7 +332,7 @@ def _plan(
     beside: bool,
 ) -> _Plan | sequential.Plan | decomposed.Gather:
     if ctx.schedule == "stream_k":
-        return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full)
+        return _plan_stream_k(ctx, rows, operands, biases, results, gathered, full, whole)
     m, k = results[0].shape[0], operands[0].shape[1]
     ld = tiling.round_up(k, 16)
     problem = ctx.problem(m, ctx.n if whole is None else whole, k, full)
@@ -313,7 +343,7 @@ def _plan(
         chosen = ctx.choose(problem)
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full)
+        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full, M=m, K=k)
     if transport == decomposed.NAME:
         return decomposed.gather(ctx, rows, m, k, full, _copies)
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
@@ -327,7 +357,12 @@ def _plan(
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
         copies = [_copies(ctx, rows, full, ld, subs, tile.bm, slot) for slot in (0, 1)]
-    return _Plan(transport, tile, padded, launches, collects, copies)
+    return _Plan(tile, padded, launches, collects, copies, _told(ctx, transport, tile, m, k, whole))
+
+
+def _told(ctx: AGGemmContext, transport: str, tile: tiling.Tiling, m: int, k: int, whole: int | None) -> Told:
+    """Ranks that say different N may cut their shards differently."""
+    return ctx.telling(transport, tile, M=m, K=k, **({} if whole is None else {"N": whole}))
 
 
 def _plan_stream_k(
@@ -338,19 +373,15 @@ def _plan_stream_k(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     full: int,
+    whole: int | None,
 ) -> _Plan:
     m, ld, capability = results[0].shape[0], tiling.round_up(operands[0].shape[1], 16), ctx.tuned.capability
     tile = tiling.choose_stream_k(capability, ctx.dtype, m, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, capability, m, *operands)
-    shard, *weights = tiling.padded(operands, padded)
-    for w in weights:
-        validate.countable_steps("ag_gemm", m, w.shape[0], w.shape[1], tile)
-    launches = []
-    for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
-        last = i == len(weights) - 1 and gathered is None
-        launches.append([_stream_k(ctx, shard, w, bias, z, tile, rows, full, ld, i, last)] * 2)
-    collects = [] if gathered is None else _collects(ctx, shard, gathered, "stream_k", tile, full, ld, 1)
-    return _Plan("stream_k", tile, padded, launches, collects, [])
+    operands = tiling.padded(operands, padded)
+    launches = ag_gemm_stream_k.launches(ctx, tile, operands, biases, results, gathered is None, rows, full, ld)
+    collects = [] if gathered is None else _collects(ctx, operands[0], gathered, "stream_k", tile, full, ld, 1)
+    return _Plan(tile, padded, launches, collects, [], _told(ctx, "stream_k", tile, m, operands[0].shape[1], whole))
 
 
 def _gemms(
@@ -378,65 +409,11 @@ def _gemms(
     )  # fmt: skip
     constants = dict(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
-        PUSH_BM=_push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
+        PUSH_BM=tiling.push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
         BIAS=bias is not None, SHARED=deal.shared.cut > 0, TRACE=ctx.trace is not None,
     )  # fmt: skip
     return [ctx.prepare(ag_gemm_kernel, deal.programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6, 7)) for slot in (0, 1)]
-
-
-def _stream_k(
-    ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor,
-    tile: tiling.Tiling, rows: int, full: int, ld: int, number: int, last: bool,
-) -> Prepared:  # fmt: skip
-    """The launch of a product with weight ``number``, cut into equal shares of k-steps."""
-    (m, n), k, ranks = z.shape, x.shape[1], ctx.size
-    operands: list[Any] = [x, x, ctx.data, ctx.data, w]
-    if tile.tma:
-        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
-        operands = [
-            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
-        ]  # fmt: skip
-    tma_out = tile.tma and tiling.is_tma_aligned(z)
-    piece = [tile.bm, min(tile.bn, stream_k.PIECE.value)]
-    stored, kn = tiling.stored(w)
-    programs = ctx.world.executor.programs
-    pushers, pieces, lag = 0, 0, 0
-    if number == 0 and ranks > 1 and rows > 0:
-        pushers, pieces, lag = _push_beside(tile, programs, ctx.rank * full, rows, m, n, k, ranks, x.element_size())
-    args = (
-        *operands, z if bias is None else bias, tiling.descriptor(z, piece) if tma_out else z,
-        ctx.pushed, ctx.work, ctx.parts, ctx.flags, ctx.ctl,
-        m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
-        full, rows, number, int(last), pushers, pieces, lag, ctx.rank,
-    )  # fmt: skip
-    constants = dict(
-        R=ranks, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m, PUSH_BM=_push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS,
-        TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn, BIAS=bias is not None,
-        maxnreg=tiling.registers(tile.warps),
-    )  # fmt: skip
-    launch = ctx.prepare(ag_gemm_stream_k_kernel, programs, args, constants, tile, (0, 1, 4, 5, 6))
-    return lambda tensors: launch(tensors[:5])  # the other kernel has the result twice
-
-
-def _push_beside(
-    tile: tiling.Tiling, programs: int, start: int, rows: int, m: int, n: int, k: int, ranks: int, itemsize: int
-) -> tuple[int, int, int]:
-    """Who pushes the shard: (programs that do, pieces of a row of tiles, k-steps of the own tiles that they have fewer).
-
-    All programs where no tile is of this shard only, as then there is nothing else to do.
-    """
-    own_end = cdiv(m, tile.bm) if start + rows == m else (start + rows) // tile.bm
-    steps = max(own_end - cdiv(start, tile.bm), 0) * cdiv(n, tile.bn) * cdiv(k, tile.bk)
-    rows_of_tiles = cdiv(rows, tile.bm)
-    wanted = min(choice.PUSHERS[0], max(1, programs // 2)) if steps else programs
-    pieces = max(1, min(cdiv(wanted, rows_of_tiles), cdiv(k, waves.PUSH_COLUMNS)))
-    pushers = min(wanted, rows_of_tiles * pieces)
-    if pushers == programs:
-        return pushers, pieces, 0
-    seconds = rows * k * itemsize * (ranks - 1) / cost.PUSH_RATE
-    lag = round(seconds * cost.GEMM_RATE / (programs * 2 * tile.bm * tile.bn * tile.bk))
-    return pushers, pieces, min(lag, longest_lag(programs, steps, pushers))
 
 
 def _collects(
@@ -459,11 +436,6 @@ def _collects(
     )
     programs = ctx.programs(cdiv(full, tile.bm) * ctx.size)
     return [ctx.prepare(ag_collect_kernel, programs, (*args, slot), constants, tile, (0, 2)) for slot in (0, 1)]
-
-
-def _push_rows(tile: tiling.Tiling, x: torch.Tensor) -> int:
-    """Rows of the blocks of 256 columns that move by vector stores: 128 bytes a thread, or registers are spilled."""
-    return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm
 
 
 def _copies(ctx: AGGemmContext, rows: int, full: int, ld: int, subs: int, bm: int, slot: int) -> Callable[[torch.Tensor], None]:

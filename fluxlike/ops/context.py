@@ -15,9 +15,9 @@ from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import choice, cost, keeping, sequential, tiling, tuned
+from . import again, choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import Compiled, GroupContext, Prepared
+from .group import PLANS, Compiled, GroupContext, Prepared, Told, told
 from .making import taking
 from .trace import Trace
 
@@ -81,6 +81,7 @@ class Context(GroupContext):
         self._set = 0
         #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
         self._used: choice.Choice | None = None
+        self._again: dict[Hashable, again.Known] = {}
         self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
         self.use(None)
         #: How many copies each queue makes: where a graph repeats them, nobody counts. A queue is there as long as its plan.
@@ -113,12 +114,16 @@ class Context(GroupContext):
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
         self.scratch = self.lasting(max(16, self._exchanged // self.dtype.itemsize), dtype=self.dtype)
 
-    def start(self, transport: str, tile: tiling.Tiling | None, **sizes: int) -> int:
-        """`begin` a call, and choose the slot set. ``tile``: None where torch multiplies.
+    def telling(self, transport: str, tile: tiling.Tiling | None, **sizes: Any) -> Told:
+        """Of a call by ``transport``, for `start`. ``tile``: None where torch multiplies.
 
-        Ranks that make a call of the same sizes by different transports would wait for each other.
+        Ranks that make a call of the same sizes by different transports would wait for each other, so they are told that, too.
         """
-        self.begin(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes, by=transport)
+        return told(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes, by=transport)
+
+    def start(self, call: Told) -> int:
+        """`begin` a call, and choose the slot set."""
+        self.begin(call)
         self._set ^= 1
         return self._set
 
@@ -128,6 +133,17 @@ class Context(GroupContext):
         if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products) is None:
             return min(nbytes, sequential.LIMIT)
         return nbytes if self.schedule == sequential.NAME else 0
+
+    def recall(self, seen: Hashable) -> again.Known | None:
+        """What came of a call with this `again.signature`."""
+        return self._again.get(seen)
+
+    def remember(self, seen: Hashable | None, planned: tuple[int, Any], results: Sequence[torch.Tensor]) -> None:
+        """What came of the call with the signature ``seen``, which has just been made; it stays as long as the plans."""
+        if seen is not None and not any(t.data_ptr() % again.ALIGNED for t in results):
+            if len(self._again) >= PLANS:
+                self._again.clear()
+            self._again[seen] = again.Known(*planned, tuple([t.shape for t in results]))
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""
@@ -235,6 +251,7 @@ class Context(GroupContext):
     def use(self, made: choice.Choice | None) -> None:
         """Make the calls that follow as ``made`` says, None: as is best. For tuning and tests; on all ranks alike."""
         self._used, self._plans = made, self._plans_of.setdefault(made, {})
+        self._again.clear()
 
     def abandon(self) -> None:
         super().abandon()
@@ -246,6 +263,7 @@ class Context(GroupContext):
             self.engine.close()
         super().drop()
         self._plans_of.clear()
+        self._again.clear()
 
 
 def kept(

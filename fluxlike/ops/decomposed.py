@@ -68,7 +68,7 @@ Nothing depends on the order of arrival: repeats give the same bits wherever tor
 Measured: docs/performance.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,7 +83,7 @@ from ..kernels.decomposed import (
 from ..kernels.tiles import cdiv, rows_of
 from ..runtime import racecheck
 from . import cost, tiling
-from .group import Prepared
+from .group import Prepared, Told
 
 if TYPE_CHECKING:
     from .ag_gemm import AGGemmContext
@@ -124,6 +124,9 @@ class Gather(NamedTuple):
     copies: list[Callable[[torch.Tensor], None]]
     pieces: list[list[Piece]]
     end: list[Prepared]
+    #: The first row of this rank in the gathered input.
+    start: int
+    call: Told
 
 
 def _sources(rank: int, ranks: int, holding: int, merged: bool) -> list[tuple[int, int]]:
@@ -139,11 +142,12 @@ def gather(
     ctx: "AGGemmContext", rows: int, m: int, k: int, full: int, copies: Callable[..., Callable[[torch.Tensor], None]]
 ) -> Gather:
     """For calls with ``rows`` of ``m`` on this rank, ``full`` in a full chunk; ``copies`` of `ops.ag_gemm`."""
+    call = ctx.telling(NAME, None, M=m, K=k)
     if ctx.size == 1:
-        return Gather([], [], [], [])
+        return Gather([], [], [], [], 0, call)
     ld, rank, ranks, R = tiling.round_up(k, 16), ctx.rank, ctx.size, {"R": ctx.size}
     merged = cost.gathered_beside(ctx.problem(m, ctx.n, k, full))
-    plan = Gather([], [], [], [])
+    plan = Gather([], [], [], [], rank * full, call)
     for slot, data in enumerate(ctx.data.view(2, -1)):
         slots = data[: ranks * full * ld].view(ranks * full, ld)
         pieces = []
@@ -162,14 +166,13 @@ def ag_gemm(
     ctx: "AGGemmContext",
     plan: Gather,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
-    full: int,
 ) -> None:
     """A call of `ops.ag_gemm`."""
-    slot = ctx.start(NAME, None, M=results[0].shape[0], K=x.shape[1])
+    slot = ctx.start(plan.call)
 
     def consume(rows: torch.Tensor, start: int) -> None:
         for w, bias, z in zip(weights, biases, results, strict=True):
@@ -186,7 +189,7 @@ def ag_gemm(
         with ctx.lanes.of(1):
             plan.credits[slot](())
             _go(ctx, 0)
-        consume(x, ctx.rank * full)
+        consume(x, plan.start)
 
     def rest() -> None:
         for turn, piece in enumerate(plan.pieces[slot], 1):
@@ -207,15 +210,17 @@ class Scatter(NamedTuple):
     sum: list[Prepared]
     #: Where the partial sums go: (first row of the chunk, those), from rank r+1 on, and last the own ones.
     partials: list[tuple[int, torch.Tensor]]
+    call: Told
 
 
 def scatter(
     ctx: "GemmRSContext", m: int, bias: torch.Tensor | None, y: torch.Tensor, full: int, queue_copies: Callable[..., None]
 ) -> Scatter:
     """For calls with ``m`` rows in all, ``full`` in a full chunk; ``queue_copies`` of `ops.gemm_rs`."""
-    if ctx.size == 1:
-        return Scatter([], [], [], [])
     (rows, n), rank, ranks = y.shape, ctx.rank, ctx.size
+    call = ctx.telling(NAME, None, M=m, N=n)
+    if ctx.size == 1:
+        return Scatter([], [], [], [], call)
     ld = tiling.round_up(n, 16)
     local = ctx.local[: ranks * full * ld].view(ranks, full, ld)
     args = (
@@ -226,7 +231,7 @@ def scatter(
     constants = dict(R=ranks, BM=_SUM.bm, BN=columns, VEC=n % 16 == 0, BIAS=bias is not None)
     constants["maxnreg"] = tiling.registers(_SUM.warps, _SUMS)
     blocks = cdiv(rows, _SUM.bm) * cdiv(n, columns)
-    plan = Scatter([], [], [], [])
+    plan = Scatter([], [], [], [], call)
     for slot in (0, 1):
         plan.credits.append(_credits(ctx, slot))
         plan.copies.append(partial(queue_copies, ctx, m, full, full, ld, 1, full, 1, slot))
@@ -248,7 +253,7 @@ def gemm_rs(
     y: torch.Tensor,
 ) -> None:
     """A call of `ops.gemm_rs`, as plan ``number`` has it."""
-    slot = ctx.start(NAME, None, M=x.shape[0], N=weight.shape[0])
+    slot = ctx.start(plan.call)
     if ctx.size == 1:
         ctx.multiply(x, weight, y, bias)
         return

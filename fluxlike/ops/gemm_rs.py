@@ -15,9 +15,9 @@ from ..kernels.gemm_rs import gemm_rs_kernel
 from ..kernels.gemm_rs_stream_k import gemm_rs_stream_k_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
-from . import decomposed, nodes, sequential, tiling, tuning, validate, waves
+from . import again, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
-from .group import Prepared, resolve, wants_gradient
+from .group import Prepared, Told, resolve, wants_gradient
 
 
 class GemmRSContext(Context):
@@ -150,11 +150,19 @@ def call(
     k: int | None = None,
 ) -> torch.Tensor:
     """`gemm_rs`, which autograd does not see."""
-    validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
+    if type(ctx) is not GemmRSContext:
+        validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
+    control = resolve(group) if ctx is None else ctx.control
+    seen = again.signature((x, weight, bias, out), k)
+    with control.lock:
+        found = again.find(GemmRSContext, ctx, group, control, seen)
+        results = None if found is None else again.results(found[1], x, out, (x, weight, bias))
+        if found is not None and results is not None:
+            _make(found[0], found[1].number, found[1].plan, x, weight, bias, results[0])
+            return results[0]
     validate.operands("gemm_rs", x, weight, bias)
     validate.whole("gemm_rs", "k", k, x.shape[1])
     m, n = x.shape[0], weight.shape[0]
-    control = resolve(group) if ctx is None else ctx.control
     if control.spans:
         return nodes.gemm_rs(control, ctx, x, weight, bias, group, out, k)
     with control.lock:
@@ -163,7 +171,9 @@ def call(
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         full = chunk_rows(m, ctx.size)
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
-        rows_of_a_node(ctx, x, weight, bias, y, full, k)
+        planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
+        if planned is not None:
+            ctx.remember(seen, planned, [y])
         return y
 
 
@@ -175,51 +185,53 @@ def rows_of_a_node(
     y: torch.Tensor,
     full: int,
     whole: int | None = None,
-) -> None:
+) -> tuple[int, Any] | None:
     """A call, of checked operands, for rows that go to the ranks of one node.
 
-    ``full``: rows of a full chunk; ``whole``: K of all ranks of the node, if the caller says it.
+    ``full``: rows of a full chunk; ``whole``: K of all ranks of the node, if the caller says it. Returns what
+    `GroupContext.plan` has for calls with such operands, if there is anything.
     """
     m, n = x.shape[0], weight.shape[0]
     with ctx.control.lock:
         if m == 0 or n == 0:
             ctx.record(M=m, N=n)
-            return
+            return None
         if x.shape[1] == 0:  # this rank adds nothing, but its peers wait for its partial sums
             x, weight = x.new_zeros(m, 16), weight.new_zeros(n, 16)
-        _run(ctx, x, weight, bias, y, full, whole)
+        kinds = full, whole, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
+        planned = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full, whole))
+        _make(ctx, *planned, x, weight, bias, y)
+        return planned
 
 
 class _Plan(NamedTuple):
     """What a call does, for all calls with tensors of these kinds. ``launches`` and ``copies``: for each of the two slot sets."""
 
-    transport: str
     tile: tiling.Tiling
     #: Whether x, and the weight, must be copied to where the kernel can read them.
     padded: tuple[bool, ...]
     launches: list[Prepared]
     copies: list[Callable[[], None]]
+    call: Told
 
 
-def _run(
+def _make(
     ctx: GemmRSContext,
+    number: int,
+    plan: "_Plan | sequential.Plan | decomposed.Scatter",
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     y: torch.Tensor,
-    full: int,
-    whole: int | None,
 ) -> None:
-    kinds = full, whole, tiling.kind(x), tiling.kind(weight), tiling.kind(bias), tiling.kind(y)
-    number, plan = ctx.plan(kinds, lambda: _plan(ctx, x, weight, bias, y, full, whole))
+    """A call that is planned."""
     if isinstance(plan, sequential.Plan):
         sequential.gemm_rs(ctx, plan, x, weight, bias, y)
         return
     if isinstance(plan, decomposed.Scatter):
         decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
-    said = {} if whole is None else {"K": whole}  # ranks that say different ones may cut their chunks differently
-    slot = ctx.start(plan.transport, plan.tile, M=x.shape[0], N=weight.shape[0], **said)
+    slot = ctx.start(plan.call)
     with ctx.begun():
         x, weight = tiling.padded((x, weight), plan.padded)
         tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y, y
@@ -239,13 +251,13 @@ def _plan(
     whole: int | None,
 ) -> _Plan | sequential.Plan | decomposed.Scatter:
     if ctx.schedule == "stream_k":
-        return _plan_stream_k(ctx, x, weight, bias, y, full)
+        return _plan_stream_k(ctx, x, weight, bias, y, full, whole)
     (m, k), n, ranks, rank = x.shape, weight.shape[0], ctx.size, ctx.rank
     rows = y.shape[0]
     chosen = ctx.choose(ctx.problem(m, n, ctx.k if whole is None else whole, full))
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, n, y, full)
+        return sequential.plan(ctx, m, n, y, full, M=m, N=n)
     if transport == decomposed.NAME:
         return decomposed.scatter(ctx, m, bias, y, full, _queue_copies)
     tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)
@@ -285,12 +297,18 @@ def _plan(
     if transport == "copy_engine" and ranks > 1:
         unit_rows = unit_tiles_m * tile.bm
         copies = [partial(_queue_copies, ctx, m, full, pitch, ld, subs, unit_rows, unit_tiles, slot) for slot in (0, 1)]
-    return _Plan(transport, tile, padded, launches, copies)
+    return _Plan(tile, padded, launches, copies, _told(ctx, transport, tile, m, n, whole))
+
+
+def _told(ctx: GemmRSContext, transport: str, tile: tiling.Tiling, m: int, n: int, whole: int | None) -> Told:
+    """Ranks that say different K may cut their chunks differently."""
+    return ctx.telling(transport, tile, M=m, N=n, **({} if whole is None else {"K": whole}))
 
 
 def _plan_stream_k(
-    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
-) -> _Plan:
+    ctx: GemmRSContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int,
+    whole: int | None,
+) -> _Plan:  # fmt: skip
     (m, k), n, ranks = x.shape, weight.shape[0], ctx.size
     capability = ctx.tuned.capability
     tile = tiling.choose_stream_k(capability, x.dtype, m, n)
@@ -317,7 +335,7 @@ def _plan_stream_k(
     def launch(tensors: Sequence[torch.Tensor]) -> None:
         prepared(tensors[:4])  # the other kernel has the result twice
 
-    return _Plan("stream_k", tile, padded, [launch, launch], [])
+    return _Plan(tile, padded, [launch, launch], [], _told(ctx, "stream_k", tile, m, n, whole))
 
 
 def _queue_copies(

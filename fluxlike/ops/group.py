@@ -5,19 +5,18 @@ meet only through signals in memory (`kernels.sync`), never through the host. Th
 """
 
 import ctypes
-import threading
-import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from ..kernels import lang, sync
-from ..runtime import env, programs, racecheck, world
+from ..kernels import sync
+from ..runtime import env, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
+from . import spinning
 from .making import Held
 
 REGION_ALIGN = 256
@@ -35,6 +34,17 @@ _WHAT = {
     sync.WAIT_PART.value: "the rest of a tile",
     sync.WAIT_RESULT.value: "its part of the result",
 }
+
+
+class Told(NamedTuple):
+    """How a call is made, and what of it the peers are told; made once for calls that come again."""
+
+    path: str
+    sizes: str
+
+
+def told(path: str, **sizes: Any) -> Told:
+    return Told(path, ", ".join([f"{name}={value}" for name, value in sizes.items()]))
 
 
 class Compiled(Protocol):
@@ -85,6 +95,7 @@ class GroupContext(Held):
         self._error: Exception | None = None
         self._seen = False
         self._stream: Any = None
+        self._begun = _Begun(self)
         self._plans: dict[Hashable, tuple[int, Any]] = {}
         self._planned = 0
         self._sizes = {"head": 8 * (1 + self.size), **sizes}
@@ -129,7 +140,7 @@ class GroupContext(Held):
         self.board.made += 1
         self._mended = self.board.mended
         self.label = f"context {self.board.made} ({kind})"
-        _by_ctl[self.ctl.data_ptr()] = self
+        spinning.by_ctl[self.ctl.data_ptr()] = self
         self.world.contexts.append(self)
         self.board.members.append(self)
         self.control.barrier(f"making {self.label}")
@@ -142,10 +153,12 @@ class GroupContext(Held):
         Raises what is known to have failed, and CallMismatch if another rank does something else. Under a graph capture it is
         the capture that is known to the peers, not the replays.
         """
+        self._record(told("", **sizes).sizes)
+
+    def _record(self, shown: str) -> None:
         self.raise_if_failed()
         if self.known:
             return
-        shown = ", ".join([f"{name}={value}" for name, value in sizes.items()])
         with self.control.lock:
             self._calls += 1
             try:
@@ -156,19 +169,20 @@ class GroupContext(Held):
                 self._broken(error)
                 raise
 
-    def begin(self, path: str, **sizes: Any) -> None:
-        """Start a call: `record` it, order it behind the last one. ``path``: how it is made.
+    def begin(self, path: str | Told, **sizes: Any) -> None:
+        """Start a call: `record` it, order it behind the last one. ``path``: how it is made, and the sizes if they were `told`.
 
         Also behind what waits for peers on other streams of ours. A kernel with a program on every multiprocessor waits for peers,
         too: if one GPU began with the one and another with the other, each would wait for what the other has no room for.
         """
-        self.record(**sizes)
+        call = path if isinstance(path, Told) else told(path, **sizes)
+        self._record(call.sizes)
         try:
             self._stream = self.world.executor.on_same_stream(self._stream)
             for wait in tuple(self.world.ahead):
                 wait()
             self.stats["calls"] += 1
-            self.last_path = path
+            self.last_path = call.path
         except BaseException as error:  # the peers have seen it
             self._broken(error)
             raise
@@ -178,7 +192,7 @@ class GroupContext(Held):
 
         The peers have seen that this rank makes the call. If it went on, they would take its next one for this one.
         """
-        return _Begun(self)
+        return self._begun
 
     def programs(self, tiles: int) -> int:
         """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
@@ -256,8 +270,10 @@ class GroupContext(Held):
 
     def fits(self, sizes: dict[str, int]) -> bool:
         """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure."""
-        in_step = not self.closed and self._mended == self.board.mended
-        return in_step and all(getattr(self, name) >= size for name, size in sizes.items())
+        return self.in_step() and all(getattr(self, name) >= size for name, size in sizes.items())
+
+    def in_step(self) -> bool:
+        return not self.closed and self._mended == self.board.mended
 
     def stop(self, error: Exception) -> None:
         """The ranks of the group are out of step, as ``error`` says: this context fails, and no rank need wait in it any more."""
@@ -401,13 +417,13 @@ class GroupContext(Held):
     def abandon(self) -> None:
         self.closed = True
         if hasattr(self, "ctl"):
-            _by_ctl.pop(self.ctl.data_ptr(), None)
+            spinning.by_ctl.pop(self.ctl.data_ptr(), None)
 
     def _end(self) -> None:
         """No call comes any more, and the device is done. Of one that is half made, too."""
         self.closed = True
         if hasattr(self, "ctl"):
-            _by_ctl.pop(self.ctl.data_ptr(), None)
+            spinning.by_ctl.pop(self.ctl.data_ptr(), None)
         if self in self.world.contexts:
             self.world.contexts.remove(self)
         self.drop()
@@ -434,43 +450,6 @@ class _Begun:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self._context._broken(error)
-
-
-_by_ctl: dict[int, GroupContext] = {}
-#: When the wait that a thread is in began.
-_waits: dict[int, float] = {}
-#: Threads whose wait knows that another rank has given up.
-_told: set[int] = set()
-
-
-def _on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
-    """One turn of a failed wait on the CPU heap: let others run, and end the wait when it cannot be met."""
-    context = _by_ctl[ctl]
-    me = threading.get_ident()
-    if turn == 0:
-        _waits[me] = time.monotonic()
-        _told.discard(me)
-    if not programs.yield_program():
-        time.sleep(min(5e-5 * (turn + 1), 1e-3))
-    if me not in _told and context.gave_up() not in (0, context.rank + 1):
-        _told.add(me)  # what that rank published before it gave up may have come since the last look: one more
-        return
-    if me in _told:
-        raise context.give_up(what, peer, want, seen)
-    if turn % 64 == 63:
-        mismatch = context.board.diagnose()
-        if mismatch is not None:
-            raise mismatch
-        gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
-        if gone:
-            raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ")
-    if time.monotonic() - _waits[me] > context.limit_s:
-        raise context.give_up(what, peer, want, seen)
-
-
-lang.set_spin_hook(_on_spin)
-lang.set_used_rows_hook(racecheck.used_rows)
-lang.set_awaits_hook(racecheck.awaits)
 
 
 def resolve(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:

@@ -16,6 +16,7 @@ to the dtype, the own one too, adds them in fp32 in the order of the ranks, and 
 rows: those are computed again, with it, since adding it behind the product would round twice. ag_gemm rounds once, behind the bias.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from ..runtime import racecheck
 from ..runtime.control import ControlGroup
 from . import exchange
 from .exchange import ExchangeContext, Kind
-from .group import Prepared
+from .group import Prepared, Told
 
 if TYPE_CHECKING:
     from .context import Context
@@ -53,20 +54,22 @@ class Plan(NamedTuple):
     full: int
     #: Launches of the exchange, and the element at which each begins; none in a group of one.
     launches: list[tuple[int, Prepared]]
+    call: Told
 
 
-def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int) -> Plan:
-    """For calls whose exchange is of ``m`` rows in all, ``full`` a chunk; ``part``: the tensor of the rows of this rank."""
+def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **sizes: int) -> Plan:
+    """For calls of ``sizes`` whose exchange is of ``m`` rows in all, ``full`` a chunk; ``part``: the tensor of this rank's rows."""
     scratch = ctx.scratch[: m * columns].view(m, columns)
+    call = ctx.telling(NAME, None, **sizes)
     if ctx.size == 1:
-        return Plan(scratch, full, [])
+        return Plan(scratch, full, [], call)
     assert ctx.exchange is not None
     x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
     x, y, width, itemsize = x.view(-1), y.view(-1), full * columns, ctx.dtype.itemsize
     way = exchange.choose(width * itemsize, ctx.size)
     pieces = exchange.pieces(m * columns, width, width, way, itemsize, ctx.size)
     launches = [(start, exchange.launch_for(ctx.exchange, way, x[start:], y[start:], parts, "sum")) for start, parts in pieces]
-    return Plan(scratch, full, launches)
+    return Plan(scratch, full, launches, call)
 
 
 def _exchange(ctx: "Context", plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -78,7 +81,7 @@ def gemm_rs(
     ctx: "Context", plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     """A call of `ops.gemm_rs`."""
-    ctx.begin(f"{NAME}/torch", M=x.shape[0], N=weight.shape[0], by=NAME)
+    ctx.begin(plan.call)
     with ctx.begun():
         if ctx.size == 1:
             ctx.multiply(x, weight, y, bias)
@@ -94,13 +97,13 @@ def ag_gemm(
     ctx: "Context",
     plan: Plan,
     x: torch.Tensor,
-    weights: list[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     biases: list[torch.Tensor | None],
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
 ) -> None:
     """A call of `ops.ag_gemm`."""
-    ctx.begin(f"{NAME}/torch", M=results[0].shape[0], K=x.shape[1], by=NAME)
+    ctx.begin(plan.call)
     whole = plan.scratch
     with ctx.begun():
         if ctx.size == 1:

@@ -178,3 +178,8 @@ def is_vectorised(n: int, k: int, x: torch.Tensor, weight: torch.Tensor) -> bool
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def push_rows(tile: Tiling, x: torch.Tensor) -> int:
+    """Rows of the blocks of 256 columns that move by vector stores: 128 bytes a thread, or registers are spilled."""
+    return 16 * tile.warps // x.element_size() if x.is_cuda else tile.bm

@@ -398,7 +398,7 @@ class CudaExecutor:
 
         CUDA's runtime gives a thread its context with the first call that needs one; the driver, which is called here, does not.
         """
-        if torch.cuda.current_device() != self.device.index:
+        if torch._C._cuda_getDevice() != self.device.index:
             return False
         if not getattr(self._threads, "known", False):
             driver.set_context(self._context)

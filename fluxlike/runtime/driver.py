@@ -12,7 +12,7 @@ from typing import Any
 
 _NUMBER, _POINTER, _SIZE = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t
 _TYPES: dict[str, list[Any]] = {
-    "cuLaunchKernel": [_POINTER, *[_NUMBER] * 7, _POINTER, _POINTER, _POINTER],
+    "cuLaunchKernelEx": [_POINTER] * 4,
     "cuFuncGetParamInfo": [_POINTER, _SIZE, _POINTER, _POINTER],
     "cuTensorMapEncodeTiled": [_POINTER, _NUMBER, _NUMBER, *[_POINTER] * 5, *[_NUMBER] * 4],
     "cuMemcpyAsync": [_POINTER, _POINTER, _SIZE, _POINTER],

@@ -165,7 +165,8 @@ class World:
 
         ValueError for what is no group, RuntimeError for one that torch has made since in place of another.
         """
-        group = self.group if group is None else group
+        if group is None or group is self.control.group:
+            return self.control
         check_group(group)
         name = group.group_name
         known = self._controls.get(name)
