@@ -16,7 +16,7 @@ from interp import interrupt_when
 from ranks import device, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.ops.group import _waits as waits
+from fluxlike.ops.spinning import _waits as waits
 from fluxlike.runtime import world
 
 SOON_S = 30.0

@@ -152,11 +152,13 @@ def call(
     seen = again.signature((x_shard, *weights, *biases), m, n, 2 * len(weights) + return_gathered)
     with control.lock:
         found = again.find(AGGemmContext, ctx, group, control, seen)
-        made = None if found is None else again.results(found[1], x_shard)
-        if found is not None and made is not None:
-            gathered = made.pop() if return_gathered else None
-            _make(found[0], found[1].plan, x_shard, [x_shard, *weights], biases, made, gathered)
-            return _returned(weight, made, gathered)
+        if seen is not None and found is not None:
+            made, known = found
+            results = again.results(known, seen, x_shard)
+            if results is not None:
+                gathered = results.pop() if return_gathered else None
+                _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
+                return _returned(weight, results, gathered)
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
     validate.whole("ag_gemm", "n", n, columns)
@@ -174,7 +176,8 @@ def call(
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         if m and k:
             planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
-            ctx.remember(seen, planned, results if gathered is None else [*results, gathered])
+            every = results if gathered is None else [*results, gathered]
+            ctx.remember(seen, again.known((x_shard, *weights, *biases), planned, every))
         else:
             empty(ctx, m, k, biases, results)
     return _returned(weight, results, gathered)

@@ -1,7 +1,7 @@
 """Calls that come again: one with tensors like those of an earlier call on its context is neither checked nor planned anew.
 
-An eager model makes the same few calls thousands of times, and what few rows cost is the host's time. All that the checks of
-`validate` and the plan of a call depend on, but for where its tensors lie, is its `signature`; a context keeps what came of it
+An eager model makes the same few calls thousands of times, and few rows take the host longer than the GPU. All that the checks of
+`validate` and the plan of a call depend on, but for where its tensors lie, is its `Signature`; a context keeps what came of it
 with its plans. What lies elsewhere in each call, an ``out`` above all, is looked at in each call.
 """
 
@@ -19,78 +19,97 @@ from ..runtime.control import ControlGroup
 ALIGNED = 16
 
 
+class Signature(NamedTuple):
+    """``key``: what calls that are alike have in common. ``addresses``: of the tensors that are there, in their order."""
+
+    key: tuple[Any, ...]
+    addresses: list[int]
+
+
 class Known(NamedTuple):
-    """What came of a call: number and plan of `GroupContext.plan`, and the shapes of new results."""
+    """What came of a call: number and plan of `GroupContext.plan`, and the shapes of its results.
+
+    ``spans``: bytes from the first element of each tensor to the last, in the order of `Signature.addresses`.
+    """
 
     number: int
     plan: Any
     shapes: tuple[torch.Size, ...]
+    spans: tuple[int, ...]
 
 
-def signature(tensors: Sequence[torch.Tensor | None], *said: int | None) -> tuple[Any, ...] | None:
+def signature(tensors: Sequence[torch.Tensor | None], *said: int | None) -> Signature | None:
     """Of a call with these tensors, and sizes that the caller said; None: nothing is known of such calls."""
     if forward_ad._current_level >= 0:
         return None
-    found: list[Any] = []
+    key: list[Any] = []
+    addresses = []
     try:
         for t in tensors:
             if t is None:
-                found.append(None)
+                key.append(None)
                 continue
             address = t.data_ptr()
             if address == 0:  # empty, or a wrapper
                 return None
-            found += t.shape, t.stride(), t.dtype, t.device, t.layout, t.is_neg(), address % ALIGNED
-    except (AttributeError, RuntimeError, TypeError):  # no tensor, or none with strides and memory: `validate` says so
+            addresses.append(address)
+            key += t.shape, t.stride(), t.dtype, t.device, t.is_neg(), address % ALIGNED
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, or no dense one, with strides and memory: `validate` says so
         return None
     for size in said:
         if size is not None and type(size) is not int:
             return None
-    return (*found, *said)
+    return Signature((*key, *said), addresses)
 
 
-def find(kind: Any, ctx: Any, group: Any, control: ControlGroup, seen: tuple[Any, ...] | None) -> tuple[Any, Known] | None:
-    """The context of a call, ``ctx`` or the one that is kept, and what it knows of ``seen``. Hold `ControlGroup.lock`."""
+def known(
+    tensors: Sequence[torch.Tensor | None], planned: tuple[int, Any], results: Sequence[torch.Tensor]
+) -> Known | None:
+    """What came of the call with these tensors; None if calls like it may need another plan."""
+    read = [t for t in tensors if t is not None]
+    if any(t.data_ptr() % ALIGNED for t in results):  # not as torch's own allocators have it
+        return None
+    spans = [t.element_size() * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) for t in read]
+    return Known(*planned, tuple([t.shape for t in results]), tuple(spans))
+
+
+def find(kind: Any, ctx: Any, group: Any, control: ControlGroup, seen: Signature | None) -> tuple[Any, Known] | None:
+    """The context of a call, ``ctx`` or the one that is kept, and what it knows of such calls. Hold `ControlGroup.lock`."""
     if seen is None or (ctx is not None and group is not None):
         return None
     this = world.current()
-    context: Any = this.cached.get((kind, control.name, seen[2])) if ctx is None else ctx
+    context: Any = this.cached.get((kind, control.name, seen.key[2])) if ctx is None else ctx
     if type(context) is not kind:
         return None
-    known = context.recall(seen)
-    if known is None or (ctx is None and not context.in_step()):
+    found = context.recall(seen.key)
+    if found is None or (ctx is None and not context.in_step()):
         return None
     if ctx is None and not context.captured:
         context.captured = this.executor.is_capturing()
-    return context, known
+    return context, found
 
 
-def results(
-    known: Known, x: torch.Tensor, out: torch.Tensor | None = None, read: Sequence[torch.Tensor | None] = ()
-) -> list[torch.Tensor] | None:
-    """What the call writes to: ``out``, which none of ``read`` overlaps, or new tensors. None: `validate` has something to say."""
+def results(found: Known, seen: Signature, x: torch.Tensor, out: torch.Tensor | None = None) -> list[torch.Tensor] | None:
+    """What the call writes to: new tensors, or ``out``, the last one of its signature. None: `validate` has something to say."""
     if out is not None:
-        return [out] if _is_apart(out, read) else None
+        return [out] if _is_apart(out, found, seen) else None
     made = []
-    for shape in known.shapes:
+    for shape in found.shapes:
         t = x.new_empty(shape)
-        if t.data_ptr() % ALIGNED:  # not where torch's own allocators begin, and a plan is for an alignment
+        if t.data_ptr() % ALIGNED:
             return None
         made.append(t)
     return made
 
 
-def _is_apart(out: torch.Tensor, read: Sequence[torch.Tensor | None]) -> bool:
+def _is_apart(out: torch.Tensor, found: Known, seen: Signature) -> bool:
+    """Whether ``out`` may be written to, by this call: as far as addresses tell, it has no byte of the tensors that are read."""
     if out.requires_grad:
         return False
-    start = out.data_ptr()
-    end = start + out.nbytes
-    for t in read:
-        if t is not None:
-            first = t.data_ptr()
-            # of what `validate.operands` lets pass, no element is in front of the first
-            last = first + t.element_size() * (1 + sum([(size - 1) * step for size, step in zip(t.shape, t.stride(), strict=True)]))
-            if first < end and start < last:
-                return False
+    *read, start = seen.addresses
+    end = start + found.spans[-1]
+    for first, span in zip(read, found.spans, strict=False):
+        if first < end and start < first + span:
+            return False
     increment_version(out)  # see `validate.output`
     return True

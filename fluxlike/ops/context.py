@@ -121,9 +121,9 @@ class Context(GroupContext):
         """
         return told(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes, by=transport)
 
-    def start(self, call: Told) -> int:
-        """`begin` a call, and choose the slot set."""
-        self.begin(call)
+    def start(self, call: Told | str, tile: tiling.Tiling | None = None, **sizes: Any) -> int:
+        """`begin` a call, one that is told already or what `telling` makes of the arguments, and choose the slot set."""
+        self.begin(call if isinstance(call, Told) else self.telling(call, tile, **sizes))
         self._set ^= 1
         return self._set
 
@@ -134,16 +134,16 @@ class Context(GroupContext):
             return min(nbytes, sequential.LIMIT)
         return nbytes if self.schedule == sequential.NAME else 0
 
-    def recall(self, seen: Hashable) -> again.Known | None:
-        """What came of a call with this `again.signature`."""
-        return self._again.get(seen)
+    def recall(self, key: Hashable) -> again.Known | None:
+        """What came of a call with this key of its signature."""
+        return self._again.get(key)
 
-    def remember(self, seen: Hashable | None, planned: tuple[int, Any], results: Sequence[torch.Tensor]) -> None:
+    def remember(self, seen: again.Signature | None, known: again.Known | None) -> None:
         """What came of the call with the signature ``seen``, which has just been made; it stays as long as the plans."""
-        if seen is not None and not any(t.data_ptr() % again.ALIGNED for t in results):
+        if seen is not None and known is not None:
             if len(self._again) >= PLANS:
                 self._again.clear()
-            self._again[seen] = again.Known(*planned, tuple([t.shape for t in results]))
+            self._again[seen.key] = known
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""

@@ -156,10 +156,12 @@ def call(
     seen = again.signature((x, weight, bias, out), k)
     with control.lock:
         found = again.find(GemmRSContext, ctx, group, control, seen)
-        results = None if found is None else again.results(found[1], x, out, (x, weight, bias))
-        if found is not None and results is not None:
-            _make(found[0], found[1].number, found[1].plan, x, weight, bias, results[0])
-            return results[0]
+        if seen is not None and found is not None:
+            made, known = found
+            results = again.results(known, seen, x, out)
+            if results is not None:
+                _make(made, known.number, known.plan, x, weight, bias, results[0])
+                return results[0]
     validate.operands("gemm_rs", x, weight, bias)
     validate.whole("gemm_rs", "k", k, x.shape[1])
     m, n = x.shape[0], weight.shape[0]
@@ -173,7 +175,7 @@ def call(
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
         planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
         if planned is not None:
-            ctx.remember(seen, planned, [y])
+            ctx.remember(seen, again.known((x, weight, bias, out), planned, [y]))
         return y
 
 

@@ -95,7 +95,6 @@ class GroupContext(Held):
         self._error: Exception | None = None
         self._seen = False
         self._stream: Any = None
-        self._begun = _Begun(self)
         self._plans: dict[Hashable, tuple[int, Any]] = {}
         self._planned = 0
         self._sizes = {"head": 8 * (1 + self.size), **sizes}
@@ -192,7 +191,7 @@ class GroupContext(Held):
 
         The peers have seen that this rank makes the call. If it went on, they would take its next one for this one.
         """
-        return self._begun
+        return _Begun(self)
 
     def programs(self, tiles: int) -> int:
         """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""

@@ -1,0 +1,250 @@
+"""Calls that come again: which are taken for known, which are looked at anew, and that both are right."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import AGCase, RSCase, same
+from ranks import device, run_ranks
+from test_calls import kept_context
+from torch.autograd import forward_ad
+
+import fluxlike
+from fluxlike.ops import again, choice, validate
+from fluxlike.runtime import world
+
+M, N, K = 26, 32, 48
+BF16 = torch.bfloat16
+SCHEDULES = ("in_kernel", "copy_engine", "sequential", "decomposed", "stream_k")
+
+
+class Looks:
+    """How often a call's operands are looked at."""
+
+    def __enter__(self):
+        self.count, self.before = 0, validate.operands
+
+        def operands(*args):
+            self.count += 1
+            self.before(*args)
+
+        validate.operands = operands
+        return self
+
+    def __exit__(self, *error):
+        validate.operands = self.before
+
+    def since(self):
+        count, self.count = self.count, 0
+        return count
+
+
+def inputs(group, biased=False):
+    """One case of each operation, with whole numbers."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rs, ag = RSCase(M, N, [K // size] * size, BF16, 1, bias=biased), AGCase(M, [N // size] * size, K, BF16, 2, bias=biased)
+    return rs, rs.inputs(rank), rs.expected(rank), ag, ag.inputs(rank), ag.whole()[1][rank]
+
+
+def every_schedule(group):
+    """On contexts: the second call alike is not looked at, one of another kind is; each has its own numbers."""
+    rank = dist.get_rank(group)
+    for biased in (False, True):
+        _, (x, w, b), y, _, (shard, v, c), z = inputs(group, biased)
+        for schedule in SCHEDULES:
+            with (
+                fluxlike.create_gemm_rs_context(M, N, K, group=group, schedule=schedule) as rs,
+                fluxlike.create_ag_gemm_context(M, N, K, group=group, schedule=schedule) as ag,
+                Looks() as looks,
+            ):
+                out = torch.empty(y.shape, dtype=BF16, device=x.device)
+                for turn in range(4):
+                    x2, shard2, times = x, shard, 1
+                    if turn >= 2:  # in other memory, and other numbers where no bias is added to them
+                        times = 1 if biased else -1
+                        x2, shard2 = times * x, times * shard
+                    same(fluxlike.gemm_rs(x2, w, rs, bias=b), times * y, f"{schedule} {rank}")
+                    assert fluxlike.gemm_rs(x2, w, rs, bias=b, out=out.fill_(7)) is out
+                    same(out, times * y, f"{schedule} {rank} out")
+                    same(fluxlike.ag_gemm(shard2, v, ag, bias=c, m=M), times * z, f"{schedule} {rank}")
+                    (one, two), all_rows = fluxlike.ag_gemm(shard2, [v, v], ag, bias=[c, c], m=M, return_gathered=True)
+                    same(one, times * z, schedule), same(two, times * z, schedule)
+                    assert all_rows.shape == (M, K)
+                    assert looks.since() == (2 + 1 + 2 if turn == 0 else 0), (schedule, turn)
+                    assert rs.stats["calls"] == 2 * (turn + 1) and ag.last_path.startswith(schedule)
+
+
+def test_every_schedule():
+    run_ranks(every_schedule, 2)
+
+
+def kept(group):
+    """Without a context: the kept one, also where it was made anew for larger calls, by the path of the first call or another."""
+    _, (x, w, _), y, _, (shard, v, _), z = inputs(group)
+    for _ in range(2):
+        with Looks() as looks:
+            for turn in range(3):
+                same(fluxlike.gemm_rs(x, w, group=group), y, "gemm_rs")
+                same(fluxlike.ag_gemm(shard, v, group=group, m=M), z, "ag_gemm")
+                found = looks.since()
+                assert found == (2 if turn == 0 else 0), (found, turn)
+            before = kept_context("gemm_rs", group, BF16)
+            much = before.max_m + 1
+            fluxlike.gemm_rs(x[:1].expand(much, -1).contiguous(), w, group=group)
+            assert kept_context("gemm_rs", group, BF16) is not before and before.closed
+            looks.since()
+            same(fluxlike.gemm_rs(x, w, group=group), y, "gemm_rs in a larger context")
+            assert looks.since() == 1
+            kept_context("gemm_rs", group, BF16).close()
+            same(fluxlike.gemm_rs(x, w, group=group), y, "gemm_rs after its context was closed")
+            assert looks.since() == 1
+            capturing, executor = world.current().executor.is_capturing, world.current().executor
+            assert not kept_context("gemm_rs", group, BF16).captured
+            executor.is_capturing = lambda: True  # as a CUDA graph does it
+            same(fluxlike.gemm_rs(x, w, group=group), y, "captured")
+            executor.is_capturing = capturing
+            context = kept_context("gemm_rs", group, BF16)
+            assert looks.since() == 0 and context.captured
+            context.captured = False
+            context._mended -= 1  # as if its ranks had been out of step since it was made
+            same(fluxlike.gemm_rs(x, w, group=group), y, "after all are in step again")
+            assert looks.since() == 1 and context.closed
+            for op in ("gemm_rs", "ag_gemm"):
+                kept_context(op, group, BF16).close()
+
+
+def test_kept_contexts():
+    run_ranks(kept, 2)
+
+
+def told(group):
+    """What is wrong with a call that is like an earlier one is told as if it were the first."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    _, (x, w, _), y, _, (shard, v, _), z = inputs(group)
+    out = torch.empty(y.shape, dtype=BF16, device=x.device)
+    with (
+        fluxlike.create_gemm_rs_context(M, N, K, group=group) as rs,
+        fluxlike.create_ag_gemm_context(M, N, K, group=group) as ag,
+    ):
+
+        def again_right():
+            same(fluxlike.gemm_rs(x, w, rs), y, "gemm_rs")
+            same(fluxlike.gemm_rs(x, w, rs, out=out), y, "gemm_rs")
+            same(fluxlike.gemm_rs(x, w, rs, k=K), y, "gemm_rs")
+            same(fluxlike.ag_gemm(shard, v, ag, m=M), z, "ag_gemm")
+
+        again_right()
+        buffer = torch.empty(max(x.numel(), out.numel()) + out.numel(), dtype=BF16, device=x.device)
+        inside = buffer[: x.numel()].view_as(x).copy_(x)
+        over = buffer[x.numel() - 8 : x.numel() - 8 + out.numel()].view_as(out)
+        aside = buffer[x.numel() :][: out.numel()].view_as(out)
+        with Looks() as looks:
+            same(fluxlike.gemm_rs(inside, w, rs, out=aside), y, "an out right behind x")
+            assert looks.since() == 0
+        bad = [
+            (lambda: fluxlike.gemm_rs(x.float(), w, rs), "dtype"),
+            (lambda: fluxlike.gemm_rs(x.tolist(), w, rs), "list"),
+            (lambda: fluxlike.gemm_rs(torch._neg_view(x), w, rs), "negated"),
+            (lambda: fluxlike.gemm_rs(x.to_sparse(), w, rs), "layout|plain|dense"),
+            (lambda: fluxlike.gemm_rs(x[:, :-1], w, rs), "second sizes"),
+            (lambda: fluxlike.gemm_rs(x.T.contiguous().T, w, rs), "strides"),
+            (lambda: fluxlike.gemm_rs(inside, w, rs, out=over), "overlaps x"),
+            (lambda: fluxlike.gemm_rs(x, w, rs, out=out.clone().requires_grad_()), "requires_grad"),
+            (lambda: fluxlike.gemm_rs(x, w, rs, out=out[:, :-1]), "out is"),
+            (lambda: fluxlike.gemm_rs(x, w, rs, k=True), "whole number"),
+            (lambda: fluxlike.gemm_rs(x, w, rs, k=float(K)), "whole number"),
+            (lambda: fluxlike.gemm_rs(x, w, ag), "create_gemm_rs_context"),
+            (lambda: fluxlike.gemm_rs(x, w, rs, group=3), "group"),
+            (lambda: fluxlike.ag_gemm(shard, v, ag, m=float(M)), "whole number"),
+            (lambda: fluxlike.ag_gemm(shard, v, ag, m=M + size), "of m="),
+            (lambda: fluxlike.ag_gemm(shard, v, ag, bias=1.0, m=M), "bias"),
+            (lambda: fluxlike.ag_gemm(shard, [v, 3], ag, m=M), "weight"),
+        ]
+        for call, words in bad:
+            for _ in range(2):
+                with pytest.raises(ValueError, match=words):
+                    call()
+            again_right()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(ValueError, match="tangent"):
+                fluxlike.gemm_rs(dual, w, rs)
+        version = out._version
+        again_right()
+        assert out._version > version, "autograd, which may have saved it, is not told that it was written"
+        shifted = torch.empty(x.numel() + 1, dtype=BF16, device=x.device)[1:].view_as(x)
+        kinds = ((x, w), None), ((shifted, w), None), ((x, w), K), ((x, w, None), None)
+        keys = {again.signature(*kind).key for kind in kinds}
+        assert len(keys) == 4, rank
+    for call in (lambda: fluxlike.gemm_rs(x, w, rs, out=out), lambda: fluxlike.ag_gemm(shard, v, ag, m=M)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_what_is_wrong_is_told():
+    run_ranks(told, 2)
+
+
+def other_plans(group):
+    """What is known goes with the plans: where calls are made otherwise, they are planned anew."""
+    _, (x, w, _), y, *_ = inputs(group)
+    with fluxlike.create_gemm_rs_context(M, N, K, group=group) as rs:
+        paths = []
+        for transport in ("in_kernel", "copy_engine", None, "copy_engine"):
+            problem = rs.problem(M, N, K)
+            rs.use(None if transport is None else choice.usual(problem, transport))
+            for _ in range(2):
+                same(fluxlike.gemm_rs(x, w, rs), y, str(transport))
+            paths.append(rs.last_path.split("/")[0])
+        assert paths[0] == "in_kernel" and paths[1] == paths[3] == "copy_engine", paths
+        with Looks() as looks:
+            rs.forget_plans()
+            same(fluxlike.gemm_rs(x, w, rs), y, "forgotten")
+            assert looks.since() == 1
+
+
+def test_other_plans():
+    run_ranks(other_plans, 2)
+
+
+def elsewhere(group):
+    """Results where torch's own allocators put none: such a call is looked at each time, as its plan may be another."""
+    _, (x, w, _), y, *_ = inputs(group)
+    new_empty = torch.Tensor.new_empty
+
+    def unaligned(t, shape, **how):
+        made = new_empty(t, torch.Size(shape).numel() + 1, **how)
+        return made[1:].view(shape)
+
+    with fluxlike.create_gemm_rs_context(M, N, K, group=group) as rs, Looks() as looks:
+        torch.Tensor.new_empty = unaligned
+        try:
+            for turn in range(4):
+                if turn == 2:
+                    torch.Tensor.new_empty = new_empty
+                    same(fluxlike.gemm_rs(x, w, rs), y, "now it is known")
+                    torch.Tensor.new_empty = unaligned
+                    assert looks.since() == 1
+                same(fluxlike.gemm_rs(x, w, rs), y, f"turn {turn}")
+                assert looks.since() == 1, turn
+        finally:
+            torch.Tensor.new_empty = new_empty
+
+
+def test_results_that_are_not_aligned():
+    run_ranks(elsewhere, 2)
+
+
+def many(group):
+    """A context keeps no more of calls than it keeps plans."""
+    _, (x, w, _), *_ = inputs(group)
+    with fluxlike.create_gemm_rs_context(M, N, K, group=group) as rs:
+        for said in range(K, K + 300):
+            rs._again[said] = None
+        fluxlike.gemm_rs(x, w, rs)
+        assert len(rs._again) == 1
+    assert not rs._again, "it would keep its context"
+    assert world.current().device == device()
+
+
+def test_many_kinds():
+    run_ranks(many, 2)
