@@ -9,7 +9,7 @@ from test_calls import kept_context
 from torch.autograd import forward_ad
 
 import fluxlike
-from fluxlike.ops import again, choice, validate
+from fluxlike.ops import again, choice, exchange, validate
 from fluxlike.runtime import world
 
 M, N, K = 26, 32, 48
@@ -75,6 +75,35 @@ def every_schedule(group):
 
 def test_every_schedule():
     run_ranks(every_schedule, 2)
+
+
+def with_all_reduce(group):
+    """gemm_ar, by every algorithm, in one launch and in two, with a context and without."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for biased in (False, True):
+        case = RSCase(M, N, [K // size] * size, BF16, 1, bias=biased)
+        (x, w, b), y = case.inputs(rank), torch.cat([case.expected(other) for other in range(size)])
+        out = torch.empty(y.shape, dtype=BF16, device=x.device)
+        many = {"one_shot": 1, "two_shot": 1, "bulk": 1, "auto": 1, "pieces": 2}
+        for algo, launches in many.items():
+            piece, exchange.PIECE = exchange.PIECE, M * N if algo == "pieces" else exchange.PIECE
+            made = fluxlike.create_gemm_ar_context(M, N, group=group, algo=algo if launches == 1 else "two_shot")
+            with made as ctx, Looks() as looks:
+                for turn in range(3):
+                    times = -1 if turn == 2 and not biased else 1
+                    for given in (ctx, None) if algo == "auto" else (ctx,):
+                        where = {"group": group} if given is None else {}
+                        same(fluxlike.gemm_ar(times * x, w, given, bias=b, **where), times * y, algo)
+                        assert fluxlike.gemm_ar(times * x, w, given, bias=b, out=out.fill_(7), **where) is out
+                        same(out, times * y, algo)
+                        assert looks.since() == (2 if turn == 0 else 0), (algo, turn)
+                assert ctx.stats["launches"] == 6 * launches and ctx.stats["calls"] == 6
+            exchange.PIECE = piece
+        kept_context("gemm_ar", group, BF16).close()
+
+
+def test_gemm_ar():
+    run_ranks(with_all_reduce, 2)
 
 
 def kept(group):

@@ -185,19 +185,27 @@ def queue(
     ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool = False
 ) -> None:
     """The launch of a call that has begun; ``row``: `blocks_of`."""
-    sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
-    elements = exchange.block(algo, dtype.itemsize)
-    places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
-    # of one tensor the launch itself sees the address
-    vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
-    key = algo, several, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
-    _, plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, several, op, row, elements, vector))
+    plan = planned(ctx, pairs, algo, op, row, several)
     x, y = pairs[0]
     if len(pairs) == 1:
         plan.launch((x, y))
     else:
         words = [t.data_ptr() for t, _ in pairs] + [t.data_ptr() for _, t in pairs] + plan.layout
         plan.launch((x, y, ctx.table(words)))
+
+
+def planned(
+    ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool = False
+) -> _Plan:
+    """The launch for tensors like these, planned at most once."""
+    sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
+    elements = exchange.block(algo, dtype.itemsize)
+    places = [t.data_ptr() // t.element_size() for pair in pairs for t in pair]
+    # of one tensor the launch itself sees the address
+    vector = math.gcd(16 // dtype.itemsize, *sizes, *(places if len(pairs) > 1 else []))
+    key = algo, several, op, dtype, sizes, vector, *([t.data_ptr() % 16 for t in pairs[0]] if len(pairs) == 1 else [])
+    made: _Plan = ctx.plan(key, lambda: _plan(ctx, pairs, algo, several, op, row, elements, vector))[1]
+    return made
 
 
 def _plan(

@@ -15,9 +15,9 @@ from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import again, choice, cost, keeping, sequential, tiling, tuned
+from . import choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import PLANS, Compiled, GroupContext, Prepared, Told, told
+from .group import Compiled, GroupContext, Prepared, Told, told
 from .making import taking
 from .trace import Trace
 
@@ -81,7 +81,6 @@ class Context(GroupContext):
         self._set = 0
         #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
         self._used: choice.Choice | None = None
-        self._again: dict[Hashable, again.Known] = {}
         self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
         self.use(None)
         #: How many copies each queue makes: where a graph repeats them, nobody counts. A queue is there as long as its plan.
@@ -133,17 +132,6 @@ class Context(GroupContext):
         if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products) is None:
             return min(nbytes, sequential.LIMIT)
         return nbytes if self.schedule == sequential.NAME else 0
-
-    def recall(self, key: Hashable) -> again.Known | None:
-        """What came of a call with this key of its signature."""
-        return self._again.get(key)
-
-    def remember(self, seen: again.Signature | None, known: again.Known | None) -> None:
-        """What came of the call with the signature ``seen``, which has just been made; it stays as long as the plans."""
-        if seen is not None and known is not None:
-            if len(self._again) >= PLANS:
-                self._again.clear()
-            self._again[seen.key] = known
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""
@@ -263,7 +251,6 @@ class Context(GroupContext):
             self.engine.close()
         super().drop()
         self._plans_of.clear()
-        self._again.clear()
 
 
 def kept(

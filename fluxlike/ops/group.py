@@ -16,7 +16,7 @@ from ..runtime import env, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
-from . import spinning
+from . import again, spinning
 from .making import Held
 
 REGION_ALIGN = 256
@@ -97,6 +97,7 @@ class GroupContext(Held):
         self._stream: Any = None
         self._plans: dict[Hashable, tuple[int, Any]] = {}
         self._planned = 0
+        self._again: dict[Hashable, again.Known] = {}
         self._sizes = {"head": 8 * (1 + self.size), **sizes}
         self.offsets: dict[str, int] = {}
         total = 0
@@ -206,6 +207,17 @@ class GroupContext(Held):
             self._planned += 1
             known = self._plans[key] = self._planned, make()
         return known
+
+    def recall(self, key: Hashable) -> again.Known | None:
+        """What came of a call with this key of its signature."""
+        return self._again.get(key)
+
+    def remember(self, seen: again.Signature | None, known: again.Known | None) -> None:
+        """What came of the call with the signature ``seen``, which has just been made; it stays as long as the plans."""
+        if seen is not None and known is not None:
+            if len(self._again) >= PLANS:
+                self._again.clear()
+            self._again[seen.key] = known
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
@@ -432,7 +444,9 @@ class GroupContext(Held):
 
     def drop(self) -> None:
         """Give up what is not memory of the heap; the device is done."""
-        self._plans.clear()  # they know this context, which shall go with its last user and not wait for the garbage collector
+        # they know this context, which shall go with its last user and not wait for the garbage collector
+        self._plans.clear()
+        self._again.clear()
 
 
 class _Begun:
