@@ -106,6 +106,47 @@ def test_gemm_ar():
     run_ranks(with_all_reduce, 2)
 
 
+def all_reduces(group):
+    """By every algorithm, in place or not; a call of another op, algorithm, shape or place is looked at."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    readable, looks = validate.readable, []
+    validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
+    try:
+        for algo in ("auto", "one_shot", "two_shot", "bulk"):
+            for turn in range(3):
+                x = torch.arange(60.0, device=device()).view(3, 20).to(BF16) + rank + turn
+                total = sum(torch.arange(60.0).view(3, 20) + other + turn for other in range(size)).double()
+                most = (torch.arange(60.0).view(3, 20) + size - 1 + turn).double()
+                same(fluxlike.all_reduce(x, group, algo=algo), total, algo)
+                same(fluxlike.all_reduce(x, group, "max", algo=algo), most, algo)
+                same(fluxlike.all_reduce(x.T, group, algo=algo), total.T, algo)  # a copy is made of it, each time
+                same(fluxlike.all_reduce(x[1:], group, algo=algo), total[1:], algo)
+                version = x._version
+                assert fluxlike.all_reduce_(x, group, algo=algo) is x and x._version > version
+                same(x, total, algo)
+                expected = 5 if turn == 0 else 1
+                assert len(looks) == expected, (algo, turn, looks)
+                looks.clear()
+        for wrong in ("median", ["sum"], None):
+            with pytest.raises(ValueError, match="op="):
+                fluxlike.all_reduce(x, group, wrong)
+        with pytest.raises(ValueError, match="algo="):
+            fluxlike.all_reduce(x, group, algo="fast")
+        with pytest.raises(ValueError, match="dtype"):
+            fluxlike.all_reduce(x.long(), group)
+    finally:
+        validate.readable = readable
+    ctx = world.current().cached["all_reduce", world.current().control_of(group).name]
+    assert ctx._again, "nothing was known"
+    ctx.close()
+    x = torch.ones(3, 20, dtype=BF16, device=device())
+    same(fluxlike.all_reduce(x, group), torch.full((3, 20), float(size)).double(), "in a new context")
+
+
+def test_all_reduce():
+    run_ranks(all_reduces, 2)
+
+
 def kept(group):
     """Without a context: the kept one, also where it was made anew for larger calls, by the path of the first call or another."""
     _, (x, w, _), y, _, (shard, v, _), z = inputs(group)

@@ -177,7 +177,7 @@ def call(
         if m and k:
             planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
             every = results if gathered is None else [*results, gathered]
-            ctx.remember(seen, again.known((x_shard, *weights, *biases), planned, every))
+            again.remember(ctx, seen, (x_shard, *weights, *biases), planned, every)
         else:
             empty(ctx, m, k, biases, results)
     return _returned(weight, results, gathered)

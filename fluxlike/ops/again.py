@@ -5,7 +5,7 @@ An eager model makes the same few calls thousands of times, and few rows take th
 with its plans. What lies elsewhere in each call, an ``out`` above all, is looked at in each call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,29 +62,42 @@ def signature(tensors: Sequence[torch.Tensor | None], *said: int | None) -> Sign
     return Signature((*key, *said), addresses)
 
 
-def known(
-    tensors: Sequence[torch.Tensor | None], planned: tuple[int, Any], results: Sequence[torch.Tensor]
-) -> Known | None:
-    """What came of the call with these tensors; None if calls like it may need another plan."""
+def remember(
+    context: Any,
+    seen: Signature | None,
+    tensors: Sequence[torch.Tensor | None],
+    planned: tuple[int, Any],
+    results: Sequence[torch.Tensor],
+) -> None:
+    """The call with these tensors has been made, as ``planned``, and wrote ``results``."""
+    # a plan is for an alignment, and torch's own allocators have this one
+    if seen is None or any(t.data_ptr() % ALIGNED for t in results):
+        return
     read = [t for t in tensors if t is not None]
-    if any(t.data_ptr() % ALIGNED for t in results):  # not as torch's own allocators have it
-        return None
     spans = [t.element_size() * (1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))) for t in read]
-    return Known(*planned, tuple([t.shape for t in results]), tuple(spans))
+    context.remember(seen.key, Known(*planned, tuple([t.shape for t in results]), tuple(spans)))
 
 
 def find(kind: Any, ctx: Any, group: Any, control: ControlGroup, seen: Signature | None) -> tuple[Any, Known] | None:
     """The context of a call, ``ctx`` or the one that is kept, and what it knows of such calls. Hold `ControlGroup.lock`."""
     if seen is None or (ctx is not None and group is not None):
         return None
+    if ctx is None:
+        return find_kept((kind, control.name, seen.key[2]), seen.key)
+    found = ctx.recall(seen.key) if type(ctx) is kind else None
+    return None if found is None else (ctx, found)
+
+
+def find_kept(name: Hashable, key: Hashable) -> tuple[Any, Known] | None:
+    """The context that `keeping.kept` has by that name, and what it knows by that key."""
     this = world.current()
-    context: Any = this.cached.get((kind, control.name, seen.key[2])) if ctx is None else ctx
-    if type(context) is not kind:
+    context: Any = this.cached.get(name)
+    if context is None:
         return None
-    found = context.recall(seen.key)
-    if found is None or (ctx is None and not context.in_step()):
+    found = context.recall(key)
+    if found is None or not context.in_step():
         return None
-    if ctx is None and not context.captured:
+    if not context.captured:
         context.captured = this.executor.is_capturing()
     return context, found
 

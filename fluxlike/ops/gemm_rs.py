@@ -175,7 +175,7 @@ def call(
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
         planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
         if planned is not None:
-            ctx.remember(seen, again.known((x, weight, bias, out), planned, [y]))
+            again.remember(ctx, seen, (x, weight, bias, out), planned, [y])
         return y
 
 

@@ -209,15 +209,14 @@ class GroupContext(Held):
         return known
 
     def recall(self, key: Hashable) -> again.Known | None:
-        """What came of a call with this key of its signature."""
+        """What is known of calls with this key."""
         return self._again.get(key)
 
-    def remember(self, seen: again.Signature | None, known: again.Known | None) -> None:
-        """What came of the call with the signature ``seen``, which has just been made; it stays as long as the plans."""
-        if seen is not None and known is not None:
-            if len(self._again) >= PLANS:
-                self._again.clear()
-            self._again[seen.key] = known
+    def remember(self, key: Hashable, known: again.Known) -> None:
+        """What came of the call that has just been made; it stays as long as the plans."""
+        if len(self._again) >= PLANS:
+            self._again.clear()
+        self._again[key] = known
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """out = a · wᵀ (+ bias) by torch, on the current stream; see Numerics in `decomposed`."""
