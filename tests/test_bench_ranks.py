@@ -27,6 +27,7 @@ import fluxlike
 
 pytest.importorskip("rich")
 
+from fluxlike.ops import validate
 from fluxlike.ops.all_reduce import KIND
 from fluxlike.runtime import world
 from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce
@@ -36,6 +37,7 @@ from fluxlike.tools.bench_reduce import Algorithm, Size
 from fluxlike.tools.bench_report import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
+LOOKS: list[str] = []
 
 
 class FakeCuda:
@@ -275,6 +277,30 @@ def kept_for_other_sizes():
     fluxlike.ag_gemm(make(8, 64), make(32, 64))
     for op in ("gemm_rs", "ag_gemm"):
         test_whole_sizes.mark(test_calls.kept_context(op, dist.group.WORLD, torch.bfloat16), 16, 32, 64)
+
+
+def count_looks():
+    """Operands are looked at in `LOOKS`; at the end each rank says how often."""
+    looked = validate.operands
+    validate.operands = lambda *args: LOOKS.append(args[0]) or looked(*args)
+
+
+def run_and_count(group, argv):
+    """How often calls of each method were looked at."""
+    counts = {}
+    for method in argv[-1].split(","):
+        LOOKS.clear()
+        found, bad = run_shape(group, [*argv[:-1], method], None if counts else count_looks)
+        assert not bad and found["eager"][method].status == "ok"
+        counts[method] = len(LOOKS)
+    return counts
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_calls_as_if_each_were_the_first(op):
+    for outcome in ranks.run_fresh(run_and_count, 2, argv=[op, "--rounds", "1", "--methods", "auto,anew"]):
+        assert outcome.ok, str(outcome)
+        assert outcome.value["auto"] == 1 and outcome.value["anew"] > 4, outcome.value
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))

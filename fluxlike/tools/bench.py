@@ -11,9 +11,9 @@ Protocol
   method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
 * Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
-  Buffers and contexts are made once a shape, so nobody pays for allocation. Two that must be named: `said` and `unsaid`, calls
-  without a context, which says K (gemm_rs) or N (ag_gemm) of all ranks, or lets them be those of the first shape, or of a
-  larger one behind it.
+  Buffers and contexts are made once a shape, so nobody pays for allocation. Three that must be named: `said` and `unsaid`,
+  calls without a context, which say K (gemm_rs) or N (ag_gemm) of all ranks, or let them be those of the first shape, or of a
+  larger one behind it; and `anew`, `auto` with each call checked and planned as if it were the first.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
   work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest

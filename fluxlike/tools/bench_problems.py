@@ -113,8 +113,8 @@ class Problem(ABC):
     OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
     ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
-    #: Methods of ours that run only if they are named: those that are ``auto`` between nodes, by `NodesContext.together`, and
-    #: calls that name no context, by whether they say the sizes of all ranks.
+    #: Methods of ours that run only if they are named: those that are ``auto`` between nodes, by `NodesContext.together`, calls
+    #: that name no context, by whether they say the sizes of all ranks, and `ANEW`.
     ON_REQUEST: ClassVar[tuple[str, ...]] = ()
     BETWEEN_NODES: ClassVar[Mapping[str, bool]] = {}
     WITHOUT_CONTEXT: ClassVar[Mapping[str, bool]] = {}
@@ -175,7 +175,9 @@ class Problem(ABC):
         """The context that ``make`` makes for a method, also one of `ON_REQUEST`. ValueError: one node, where it is for several."""
         if method in self.WITHOUT_CONTEXT:
             return Kept(self.kept_by, self.WITHOUT_CONTEXT[method])
-        context = make("auto" if method in self.BETWEEN_NODES else method)
+        context = make("auto" if method in (*self.BETWEEN_NODES, ANEW) else method)
+        if method == ANEW:
+            context.recall = lambda key: None
         if method in self.BETWEEN_NODES:
             if not hasattr(context, "together"):
                 context.close()
@@ -243,11 +245,13 @@ class Kept:
 #: How calls between nodes are made, and those without a context.
 _WAYS = {"apart": False, "together": True}
 _SAID = {"unsaid": False, "said": True}
+#: ``auto``, but what is known of calls like the last one is not used: see `ops.again`.
+ANEW = "anew"
 
 
 class GemmRS(Problem):
     kept_by = GemmRSContext, "gemm_rs"
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID), _WAYS, _SAID
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID, ANEW), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["gemm_rs"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -304,7 +308,7 @@ class GemmRS(Problem):
 
 class AGGemm(Problem):
     kept_by = AGGemmContext, "ag_gemm"
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID), _WAYS, _SAID
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID, ANEW), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["ag_gemm"] for name, suite in SUITES.items()}
 
     @classmethod
