@@ -25,8 +25,10 @@ HEADLINE = {
 }
 #: Those whose later records are in the table above.
 EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json")}
-#: What a record calls its commit, if it is another that was run: see 2026-11-23-gemm_rs-headline-R2-graph.md.
+#: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
+CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
+CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
 NONE = "–"
@@ -60,7 +62,8 @@ def read(name: str) -> Record:
         times[where] = {method: facts["ms"]["median"] * 1e3 for method, facts in methods.items() if facts["ms"]}
         paths[where] = methods["auto"]["path"].split("/")[0] if "auto" in methods else ""
         host[where] = {method: facts["host_us"] for method, facts in methods.items() if facts["host_us"] is not None}
-    return Record(name, CODE_OF.get(commit, commit[:7] + " with changes" * commit.endswith("with changes")), times, paths, host)
+    commit = CODE_OF.get(name) or CODE_OF.get(commit, commit[:7] + " with changes" * commit.endswith("with changes"))
+    return Record(name, commit, times, paths, host)
 
 
 def printed(path: Path) -> Record:
@@ -165,14 +168,53 @@ def few(commit: str) -> str:
 def few_h100() -> str:
     rows: list[list[str]] = []
     for op in OPS:
-        for mode, end in (("eager", ""), ("graph", "-graph")):
-            record = read(f"2026-11-24-{op}-suites-H100-R2{end}.json")
-            for least, most in ((16, 64), (256, 512), (1024, 16384)):
+        known, graph = read(f"2026-11-25-{op}-again-H100-R2.json"), read(f"2026-11-24-{op}-suites-H100-R2-graph.json")
+        for mode, record in (("eager", known), ("graph", graph)):
+            for least, most in ((16, 64), (256, 512), (1024, 1024)):
                 inside = [t for shape, t in record.times.items() if least <= int(shape.split("×")[0]) <= most]
                 better = [min(times["torch"], times["async_tp"]) / times["auto"] for times in inside]
-                rows.append([linked(op, record, rows), mode, f"{least} to {most}", str(len(better)), spread(better)])
-    text = f"2×H100, commit {record.commit}, before they had a table, `auto` against the better of torch + NCCL and async TP:\n\n"
-    return text + table("op | calls | M | shapes | ×: least / median / most", rows, 3)
+                lines = f"{least} to {most}" if least < most else str(most)
+                rows.append([linked(op, record, rows), f"{mode}, {record.commit}", lines, str(len(better)), spread(better)])
+    text = "2×H100, `auto` against the better of torch + NCCL and async TP, at the MLPs of four models:\n\n"
+    return text + table("op | calls, commit | M | shapes | ×: least / median / most", rows, 3)
+
+
+def again() -> str:
+    rows: list[list[str]] = []
+    for op in OPS:
+        record = read(f"2026-11-25-{op}-again-H100-R2.json")
+        for shape, times in record.times.items():
+            if int(shape.split("×")[0]) <= 512:
+                host, methods = record.host[shape], ("torch", "anew", "auto")
+                rows.append([linked(op, record, rows), shape, *(us(times[method]) for method in methods)])
+                rows[-1] += [f"{times['torch'] / times[method]:.2f}" for method in methods[1:]]
+                rows[-1] += [us(host[method]) for method in methods]
+    return table("op | M×N×K | torch + NCCL | anew | auto | anew × torch | auto × torch | host: torch | anew | auto", rows, 2)
+
+
+def again_host() -> str:
+    data = json.loads((MEASURED / "2026-11-25-again-host-H100-R2.json").read_text())
+    rows: list[list[str]] = []
+    for found in data["found"]:
+        methods = found["methods"]
+        for name, facts in methods.items():
+            anew = methods.get(f"{name}, anew")
+            if anew is not None:
+                first = [found["op"], found["shape"].replace("x", "×")] if len(rows) % 2 == 0 else ["", ""]
+                cells = [us(each[key]) for key in ("us", "host_us") for each in (methods["torch"], anew, facts)]
+                rows.append([*first, name, *cells])
+    heads = "op | M×N×K, or elements | call | torch + NCCL | anew | known | host: torch | anew | known"
+    return table(heads, rows, 3)
+
+
+def said() -> str:
+    rows: list[list[str]] = []
+    for op, model in [(op, model) for op in OPS for model in ("8b", "70b")]:
+        record = read(f"2026-11-25-{op}-said-{model}-H100-R2.json")
+        for shape, times in list(record.times.items())[1:]:
+            rows.append([linked(op, record, rows), shape, *(us(times[name]) for name in ("torch", "unsaid", "said", "auto"))])
+            rows[-1] += [f"{times['unsaid'] / times['said']:.2f}", f"{times['auto'] / times['said']:.2f}"]
+    return table("op | M×N×K | torch + NCCL | unsaid | said | on a context | unsaid / said | on a context / said", rows, 2)
 
 
 def host() -> str:
@@ -183,11 +225,12 @@ def host() -> str:
             copies = us(times["copy_engine"]) if op == "gemm_rs" else NONE  # by a graph of copies, which is taken back
             rows.append([linked(op, record, rows), f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
             rows[-1] += [us(times["in_kernel"]), copies, NONE]
-    for op in OPS:
-        record, _ = headline("2×H100", op)
+    of_h100s = [(op, headline("2×H100", op)[0], "shapes") for op in OPS]
+    of_h100s += [(op, read(f"2026-11-25-{op}-again-H100-R2.json"), "shapes of few rows") for op in OPS]
+    for op, record, what in of_h100s:
         cells = [[times[method] for times in record.host.values()] for method in ("torch", "async_tp", "auto")]
         told = [f"{us(min(cell))} to {us(max(cell))}" for cell in cells]
-        rows.append([linked(op, record, rows), f"2×H100, {record.commit}", f"{len(cells[0])} shapes", *told[:2]])
+        rows.append([linked(op, record, rows), f"2×H100, {record.commit}", f"{len(cells[0])} {what}", *told[:2]])
         rows[-1] += [NONE, NONE, told[2]]
     return table("op | GPUs, commit | M×N×K | torch + NCCL | async TP | in_kernel | copy_engine | auto", rows, 3)
 
@@ -253,9 +296,8 @@ def swing() -> str:
     return table("gemm_rs 8192×12288×49152, eager, ms | cuBLAS | torch + NCCL | async TP | auto | × the better peer", rows)
 
 
-TABLES: dict[str, Callable[..., str]] = {
-    made.__name__: made for made in (summary, shapes, schedules, few, few_h100, host, all_reduce, gemm_ar, apart, merged, swing)
-}
+MADE = (summary, shapes, schedules, few, few_h100, again, again_host, said, host, all_reduce, gemm_ar, apart, merged, swing)
+TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
 def filled(path: Path) -> str:
