@@ -1,10 +1,12 @@
 """Calls that come again: which are taken for known, which are looked at anew, and that both are right."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, same
-from ranks import device, run_ranks
+from ranks import device, rows_slice, run_ranks
 from test_calls import kept_context
 from torch.autograd import forward_ad
 
@@ -145,6 +147,64 @@ def all_reduces(group):
 
 def test_all_reduce():
     run_ranks(all_reduces, 2)
+
+
+def others(group):
+    """The collectives of one trip, of which some take tensors as whole numbers; and what is refused behind a call like it."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    readable, looks = validate.readable, []
+    validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
+    rows = rows_slice(5, size, rank)
+    try:
+        for dtype, algos in ((BF16, ("auto", "words", "bulk")), (torch.float32, ("auto", "bulk")), (torch.int16, ("auto",))):
+            for algo, turn in itertools.product(algos, range(3)):
+                base = torch.arange(60).view(5, 12) + turn
+                x, every = (base + rank).to(dtype).to(device()), [(base + other).double() for other in range(size)]
+                same(fluxlike.all_gather(x, group, algo=algo), torch.cat(every), f"all_gather {algo}")
+                shared = torch.cat([every[other][rows_slice(5, size, other)] for other in range(size)])
+                same(fluxlike.all_gather(x[rows], group, 5, algo), shared, f"all_gather of 5 rows, {algo}")
+                same(fluxlike.broadcast(x, 1, group, algo=algo), every[1], f"broadcast {algo}")
+                calls = 3
+                if dtype != torch.int16:
+                    same(fluxlike.reduce_scatter(x, group, algo=algo), sum(every)[rows], f"reduce_scatter {algo}")
+                    same(fluxlike.reduce_scatter(x, group, "max", algo), every[-1][rows], f"reduce_scatter {algo}")
+                    for root in (0, 1):
+                        y = fluxlike.reduce(x, root, group, algo=algo)
+                        assert (y is None) == (rank != root)
+                        if y is not None:
+                            same(y, sum(every), f"reduce {algo}")
+                    calls = 7
+                assert len(looks) == (calls if turn == 0 else 0), (dtype, algo, turn, looks)
+                looks.clear()
+        x = torch.arange(60.0, device=device()).view(5, 12).to(BF16)
+        odd = torch.empty(61, dtype=BF16, device=device())[1:].view(5, 12).copy_(x)  # no two of its elements are a word
+        twisted = torch.arange(60.0, device=device()).view(12, 5).T.to(torch.complex64)
+        for _ in range(2):
+            same(fluxlike.broadcast(odd, 0, group), x.double().cpu(), "at an odd place")
+            same(fluxlike.broadcast(x.T, 0, group), x.T.double().cpu(), "a copy of it is sent")
+            assert torch.equal(fluxlike.broadcast(twisted, 0, group), twisted)
+            with pytest.raises(ValueError, match="conjugated"):
+                fluxlike.broadcast(twisted.conj(), 0, group)
+            if device().type == "cpu":  # where memory may begin anywhere: this view cannot be taken for whole words
+                memory = torch.empty(256, dtype=torch.uint8)
+                shift = -memory.data_ptr() % 16 + 14
+                moved = torch.frombuffer(memory.numpy()[shift:], dtype=BF16)[1:61].view(5, 12).copy_(x)
+                assert moved.data_ptr() % 16 == 0 and moved.storage_offset() == 1
+                same(fluxlike.broadcast(x, 0, group), x.double(), "as any other")
+                same(fluxlike.broadcast(moved, 0, group), x.double(), "of memory that begins elsewhere")
+            for root in (True, size, 1.0):
+                with pytest.raises(ValueError, match="root="):
+                    fluxlike.broadcast(x, root, group)
+            with pytest.raises(ValueError, match="op="):
+                fluxlike.reduce(x, 0, group, ["sum"])
+            with pytest.raises(ValueError, match="m="):
+                fluxlike.all_gather(x, group, True)
+    finally:
+        validate.readable = readable
+
+
+def test_other_collectives():
+    run_ranks(others, 2)
 
 
 def kept(group):
