@@ -40,6 +40,14 @@ class Looks:
         return count
 
 
+def forget(group):
+    """Close what the calls of other tests have left: they may have been like those here."""
+    ranks = dist.get_process_group_ranks(group)
+    for ctx in list(world.current().cached.values()):
+        if ctx.group_ranks == ranks and not ctx.closed:
+            ctx.close()
+
+
 def inputs(group, biased=False):
     """One case of each operation, with whole numbers."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -81,6 +89,7 @@ def test_every_schedule():
 
 def with_all_reduce(group):
     """gemm_ar, by every algorithm, in one launch and in two, with a context and without."""
+    forget(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for biased in (False, True):
         case = RSCase(M, N, [K // size] * size, BF16, 1, bias=biased)
@@ -110,6 +119,7 @@ def test_gemm_ar():
 
 def all_reduces(group):
     """By every algorithm, in place or not; a call of another op, algorithm, shape or place is looked at."""
+    forget(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     readable, looks = validate.readable, []
     validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
@@ -151,6 +161,7 @@ def test_all_reduce():
 
 def others(group):
     """The collectives of one trip, of which some take tensors as whole numbers; and what is refused behind a call like it."""
+    forget(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     readable, looks = validate.readable, []
     validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
@@ -209,6 +220,7 @@ def test_other_collectives():
 
 def kept(group):
     """Without a context: the kept one, also where it was made anew for larger calls, by the path of the first call or another."""
+    forget(group)
     _, (x, w, _), y, _, (shard, v, _), z = inputs(group)
     for _ in range(2):
         with Looks() as looks:
