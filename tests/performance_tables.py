@@ -168,13 +168,15 @@ def few(commit: str) -> str:
 def few_h100() -> str:
     rows: list[list[str]] = []
     for op in OPS:
-        known, graph = read(f"2026-11-25-{op}-again-H100-R2.json"), read(f"2026-11-24-{op}-suites-H100-R2-graph.json")
-        for mode, record in (("eager", known), ("graph", graph)):
-            for least, most in ((16, 64), (256, 512), (1024, 1024)):
-                inside = [t for shape, t in record.times.items() if least <= int(shape.split("×")[0]) <= most]
-                better = [min(times["torch"], times["async_tp"]) / times["auto"] for times in inside]
-                lines = f"{least} to {most}" if least < most else str(most)
-                rows.append([linked(op, record, rows), f"{mode}, {record.commit}", lines, str(len(better)), spread(better)])
+        known, before = read(f"2026-11-25-{op}-again-H100-R2.json"), read(f"2026-11-24-{op}-suites-H100-R2.json")
+        graph = read(f"2026-11-24-{op}-suites-H100-R2-graph.json")
+        bands = ((16, 64), (256, 512), (1024, 1024)), ((2048, 16384),)
+        measured = [("eager", known, bands[0]), ("eager", before, bands[1]), ("graph", graph, (*bands[0], *bands[1]))]
+        for mode, record, least, most in [(mode, record, *band) for mode, record, some in measured for band in some]:
+            inside = [t for shape, t in record.times.items() if least <= int(shape.split("×")[0]) <= most]
+            better = [min(times["torch"], times["async_tp"]) / times["auto"] for times in inside]
+            lines = f"{least} to {most}" if least < most else str(most)
+            rows.append([linked(op, record, rows), f"{mode}, {record.commit}", lines, str(len(better)), spread(better)])
     text = "2×H100, `auto` against the better of torch + NCCL and async TP, at the MLPs of four models:\n\n"
     return text + table("op | calls, commit | M | shapes | ×: least / median / most", rows, 3)
 

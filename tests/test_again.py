@@ -282,7 +282,13 @@ def told(group):
         with Looks() as looks:
             same(fluxlike.gemm_rs(inside, w, rs, out=aside), y, "an out right behind x")
             assert looks.since() == 0
+        behind = buffer[1 : 1 + x.numel()].view_as(x).copy_(x)
+        last = buffer[x.numel() :][: out.numel()].view_as(out)  # begins at its last element
+        for _ in range(2):
+            same(fluxlike.gemm_rs(behind, w, rs, out=out), y, "an out elsewhere")
+        assert last.data_ptr() % again.ALIGNED == out.data_ptr() % again.ALIGNED, "the call below would not be known"
         bad = [
+            (lambda: fluxlike.gemm_rs(behind, w, rs, out=last), "overlaps x"),
             (lambda: fluxlike.gemm_rs(x.float(), w, rs), "dtype"),
             (lambda: fluxlike.gemm_rs(x.tolist(), w, rs), "list"),
             (lambda: fluxlike.gemm_rs(torch._neg_view(x), w, rs), "negated"),

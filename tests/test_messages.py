@@ -83,11 +83,13 @@ def cases():
             yield Memory(nodes, node, slot)
 
 
-def half():
-    """Each node of two and of three with one of the slots, for what takes long."""
-    for nodes in (2, 3):
-        for node in range(nodes):
-            yield Memory(nodes, node, node % 2)
+#: Whether what takes long takes each node with one of the slots only: set for mutants, of which each goes through all bodies.
+HALF = False
+
+
+def most():
+    """`cases`, or half of them, for what takes long."""
+    return (this for this in cases() if not HALF or this.slot == this.node % 2)
 
 
 @contextlib.contextmanager
@@ -175,7 +177,7 @@ def waits_for_credits(group):
 def puts_it(group):
     """Behind the credits of all that get it the message, head and all, in parts that signal as much as one would."""
     sizes = [(False, 1, nbytes) for nbytes in (0, 300, 50000)] + [(True, 1, 0), (True, 1, 300), (True, 4, 300), (True, 16, 50000)]
-    every = [(this, *size) for this in half() for size in sizes]
+    every = [(this, *size) for this in most() for size in sizes]
     for this, near, parts, nbytes in [*every, (Memory(2, 0, 1), True, kernels.SIGNALS.value // 2, 50000)]:
         there, programs, start = numbers(this), parts + 2 * near, 48
         box, payload = torch.full((6400,), NOT_THERE, dtype=torch.int64), torch.zeros(4, dtype=torch.bfloat16)
@@ -226,7 +228,7 @@ def joined(pieces):
 
 def gives_credits(group):
     """For the messages of the last call, whichever slot it used, to all that are to get them, and before any wait; or to nobody."""
-    for this, near, slot in itertools.product(half(), (False, True), (0, 1)):
+    for this, near, slot in itertools.product(most(), (False, True), (0, 1)):
         box, to = torch.full((640,), NOT_THERE, dtype=torch.int64), this.boxes[this.slot, this.node]
         where = box, box, to, this.head, this.ctl, *this.inner, numbers(this), this.slot, this.node, this.others[0], RANK, 70, 90
         spare, given = this.head.data_ptr() + 8 * (1 + 4 * this.nodes), 0 if near else 8
@@ -310,7 +312,7 @@ def comes(group):
 def adds(group):
     """The messages of all nodes and the own rows, in fp32 and the order of the nodes, behind them the bias; once they are there."""
     rows, columns = 2, 15
-    for this, biased in itertools.product(half(), (False, True)):
+    for this, biased in itertools.product(most(), (False, True)):
         numbers = torch.randn(this.nodes, rows * columns, generator=torch.Generator().manual_seed(this.nodes)).bfloat16()
         own, numbers[this.node] = numbers[this.node].clone(), 1000.0
         bias = torch.arange(columns).bfloat16() if biased else None
@@ -324,7 +326,7 @@ def adds(group):
 def gathers(group):
     """The messages of all nodes and the own rows, in the order of the nodes, filled up with zeros; once they are there."""
     columns = 2
-    for this, full in itertools.product(half(), (5, 14, 15, 40)):  # of 70 rows: whole chunks, the last is short, some are empty
+    for this, full in itertools.product(most(), (5, 14, 15, 40)):  # of 70 rows: whole chunks, the last is short, some are empty
         rows = [min(max(70 - (node * 3 + RANK) * full, 0), full) for node in range(this.nodes)]
         numbers = torch.arange(1.0, 1 + this.nodes * full * columns).view(this.nodes, -1).bfloat16()
         own, numbers[this.node] = numbers[this.node].clone(), -1.0
@@ -387,7 +389,7 @@ def ends(group):
 
 def gives_up(group):
     """A message of another call, or of a node that had given up, and an end after a rank of this node has: told, once."""
-    for this in half():
+    for this in most():
         this.boxes[:], this.head[1:], this.ctl[sync.EPOCH.value] = 0, 2 * CAME, 11
         record, peer = this.record, this.others[-1]
         this.inner[0][sync.BASES.value : sync.BASES.value + 3] = this.heads[0].data_ptr()

@@ -106,8 +106,8 @@ def _again(
         ys = [x] if in_place else again.results(known, seen, x)
         if ys is None:
             return None
-        told, launch = known.plan
-        ctx.begin(told)
+        call, launch = known.plan
+        ctx.begin(call)
         with ctx.begun():
             launch((x, ys[0]))
     if in_place:
