@@ -101,21 +101,23 @@ OPERAND_FAULTS = {
     "bias has another dtype": ("bias has dtype", "the same"),
     "bias is a number": ("bias is int",),
 }
-RS_FAULTS = {
+OUT_FAULTS = {
     "out has another shape": ("out is (", "must be"),
     "out has another dtype": ("out is (", "float64"),
     "out has strides": ("out is (", "row-major"),
     "out is expanded": ("out is (", "row-major"),
     "out is on meta": ("out is on meta", ".to("),
-    "out is a list": ("out is list", "tensor"),
     "out wants a gradient": ("out", "requires_grad", "detach()"),
     "out is x": ("out", "overlaps x", "memory of its own"),
     "out is weight": ("out", "overlaps weight", "memory of its own"),
     "out is bias": ("out", "overlaps bias", "memory of its own"),
 }
+RS_FAULTS = {"out is a list": ("out is list", "tensor")}
 AG_FAULTS = {
     "no weights": ("0 weights", "at least one"),
     "more biases than weights": ("biases",),
+    "more results than weights": ("out is a list of", "leave it out"),
+    "two results in one memory": ("out", "overlaps another out", "memory of its own"),
     "m does not fit": ("torch.chunk",),
     "m is negative": ("m=-1",),
     "m is a float": ("m=", "whole number"),
@@ -132,8 +134,8 @@ CALL_FAULTS = {
     "over 2**31 of K": ("more than", str(MAX_SIZE)),
 }
 FAULTS = {
-    "gemm_rs": OPERAND_FAULTS | RS_FAULTS | CALL_FAULTS,
-    "ag_gemm": OPERAND_FAULTS | AG_FAULTS | CALL_FAULTS,
+    "gemm_rs": OPERAND_FAULTS | OUT_FAULTS | RS_FAULTS | CALL_FAULTS,
+    "ag_gemm": OPERAND_FAULTS | OUT_FAULTS | AG_FAULTS | CALL_FAULTS,
 }
 
 
@@ -157,7 +159,7 @@ class Call:
     pass_m: bool = True
     says: bool = False  # K of all ranks (gemm_rs), or N of all ranks and weights (ag_gemm)
     gradient: bool = False
-    out: str = ""  # gemm_rs: "" none, "rows" contiguous, "offset" at an odd address
+    out: str = ""  # "" none, "rows" contiguous, "offset" at an odd address
     planted: tuple[tuple[str, int, int, float], ...] = ()  # (operand, rank, place, value)
     fault: str = ""
     place: int = 0  # a number to vary the fault
@@ -256,7 +258,7 @@ def calls(draw, faulty: bool) -> Call:
         pass_m=pass_m,
         says=draw(st.booleans()),
         gradient=draw(st.booleans()) and not fault,
-        out=draw(st.sampled_from(("", "rows", "offset"))) if op == "gemm_rs" and not fault else "",
+        out=draw(st.sampled_from(("", "rows", "offset"))) if not fault else "",
         planted=tuple(draw(st.lists(special, max_size=3))) if not fault else (),
         fault=fault,
         place=draw(st.integers(0, 7)),

@@ -79,7 +79,12 @@ def every_schedule(group):
                     (one, two), all_rows = fluxlike.ag_gemm(shard2, [v, v], ag, bias=[c, c], m=M, return_gathered=True)
                     same(one, times * z, schedule), same(two, times * z, schedule)
                     assert all_rows.shape == (M, K)
-                    assert looks.since() == (2 + 1 + 2 if turn == 0 else 0), (schedule, turn)
+                    there, more = one.fill_(7), [two.fill_(7), torch.full_like(one, 7)]
+                    assert fluxlike.ag_gemm(shard2, v, ag, bias=c, m=M, out=there) is there
+                    fluxlike.ag_gemm(shard2, [v, v], ag, bias=[c, c], m=M, return_gathered=True, out=more)
+                    for written in (there, *more):
+                        same(written, times * z, f"{schedule} {rank} out")
+                    assert looks.since() == (2 + 1 + 2 + 1 + 2 if turn == 0 else 0), (schedule, turn)
                     assert rs.stats["calls"] == 2 * (turn + 1) and ag.last_path.startswith(schedule)
 
 
@@ -273,7 +278,13 @@ def told(group):
             same(fluxlike.gemm_rs(x, w, rs, out=out), y, "gemm_rs")
             same(fluxlike.gemm_rs(x, w, rs, k=K), y, "gemm_rs")
             same(fluxlike.ag_gemm(shard, v, ag, m=M), z, "ag_gemm")
+            same(fluxlike.ag_gemm(shard, v, ag, m=M, out=room[0]), z, "ag_gemm")
+            for written in fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=list(room)):
+                same(written, z, "ag_gemm")
 
+        room = torch.zeros(2, *z.shape, dtype=BF16, device=x.device)
+        flat = room.view(-1)
+        across = flat[z.numel() - 8 :][: z.numel()].view(z.shape)
         again_right()
         buffer = torch.empty(max(x.numel(), out.numel()) + out.numel(), dtype=BF16, device=x.device)
         inside = buffer[: x.numel()].view_as(x).copy_(x)
@@ -306,6 +317,14 @@ def told(group):
             (lambda: fluxlike.ag_gemm(shard, v, ag, m=M + size), "of m="),
             (lambda: fluxlike.ag_gemm(shard, v, ag, bias=1.0, m=M), "bias"),
             (lambda: fluxlike.ag_gemm(shard, [v, 3], ag, m=M), "weight"),
+            (lambda: fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=[room[0], room[0]]), "overlaps another out"),
+            (lambda: fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=[room[0], across]), "overlaps another out"),
+            (lambda: fluxlike.ag_gemm(shard, [flat[: v.numel()].view_as(v), v], ag, m=M, out=list(room)), "overlaps weight"),
+            (lambda: fluxlike.ag_gemm(flat[: shard.numel()].view_as(shard), v, ag, m=M, out=room[0]), "overlaps x"),
+            (lambda: fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=[room[0], room[1].detach().requires_grad_()]), "requires_grad"),
+            (lambda: fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=[room[0], 3]), "out is int"),
+            (lambda: fluxlike.ag_gemm(shard, [v, v], ag, m=M, out=room[0]), "a list of 2, one a weight"),
+            (lambda: fluxlike.ag_gemm(shard, v, ag, m=M, out=[room[0]]), "it must be a tensor"),
         ]
         for call, words in bad:
             for _ in range(2):

@@ -101,6 +101,17 @@ def bad_out(group):
                 words = ("out", tuple(out.shape), out.dtype, out.stride(), (rows, 12))
                 refuses(partial(op, x, w, rs, out=out), ValueError, *words)
         works(group, rs)
+    shard = here(rows, 8)
+    with fluxlike.create_ag_gemm_context(24, 12, 8, F32, group, "copy_engine") as ag:
+        for op in (fluxlike.ag_gemm, fluxlike.reference.ag_gemm):
+            for out in (here(rows, 12), here(24, 12, dtype=BF16), here(24, 24)[:, ::2], here(12, 24).T):
+                words = ("out", tuple(out.shape), out.dtype, out.stride(), (24, 12))
+                refuses(partial(op, shard, w, ag, out=out), ValueError, *words)
+                refuses(partial(op, shard, [w, w], ag, out=[here(24, 12), out]), ValueError, *words)
+            refuses(partial(op, shard, w, ag, out=[here(24, 12)]), ValueError, "out is a list of 1", "a tensor, as weight is one")
+            for out in (here(24, 12), [here(24, 12)] * 3, []):
+                refuses(partial(op, shard, [w, w], ag, out=out), ValueError, "out is a ", "a list of 2, one a weight")
+        works(group, None, ag)
 
 
 def test_bad_out():

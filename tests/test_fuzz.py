@@ -64,10 +64,11 @@ def arguments(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
         how["group"] = group
     if call.op == "ag_gemm":
         how |= {"return_gathered": call.gathered} | ({"m": call.m} if call.pass_m else {})
-    elif call.out:
-        mine = call.rows(rank)
+    if call.out:
+        mine = slice(call.m) if call.op == "ag_gemm" else call.rows(rank)
         layout = Layout(offset=3 if call.out == "offset" else 0)
-        how["out"] = layout.place(mine.stop - mine.start, call.ns[rank], call.torch_dtype, 1).fill_(7)
+        outs = [layout.place(len(range(call.m)[mine]), call.ns[rank], call.torch_dtype, 1).fill_(7) for _ in weights]
+        how["out"] = outs if call.as_list else outs[0]
     if call.says:
         how |= {"k": sum(call.ks)} if call.op == "gemm_rs" else {"n": sum(call.ns) * len(weights)}
     if call.gradient and ctx is None and not call.out:  # what autograd records has contexts and results of its own
@@ -98,6 +99,7 @@ def gives_the_result(group, call: Call) -> None:
             result, gathered = result if call.gathered else (result, None)
             assert isinstance(result, list) == call.as_list, what
             results = result if call.as_list else [result]
+            assert "out" not in how or [*map(id, results)] == [*map(id, how["out"] if call.as_list else [how["out"]])], what
             if gathered is not None:
                 equal(gathered, call.whole(), f"gathered, {what}")
         assert len(results) == len(expected), what
@@ -147,12 +149,16 @@ def broken(call: Call, group) -> tuple[list[Any], dict[str, Any]]:
     elif what == "bias":
         how["bias"] = broken_bias(n, call.torch_dtype, fault, device())
     elif what == "out":
-        how["out"] = broken_out(call, args, how, rows)
+        how["out"] = broken_out(call, args, how, (call.m if call.op == "ag_gemm" else rows, n))
     match call.fault:
         case "no weights":
             args[1], how["bias"] = (), None
         case "more biases than weights":
             how["bias"] = [None] * (len(weights) + 1)
+        case "more results than weights":
+            how["out"] = [x.new_ones(call.m, n) for _ in (*weights, w)]
+        case "two results in one memory":
+            args[1], how["bias"], how["out"] = [w, w], None, [x.new_ones(call.m, n)] * 2
         case "m does not fit":
             how["m"] = (rows + 1 + call.place) * size
         case "m is negative":
@@ -242,8 +248,19 @@ def broken_bias(n: int, dtype: torch.dtype, fault: str, there: torch.device) -> 
     raise AssertionError(f"the test is wrong: {fault}")
 
 
-def broken_out(call: Call, args: list[Any], how: dict[str, Any], rows: int) -> Any:
-    n, dtype = call.ns[0], call.torch_dtype
+def broken_out(call: Call, args: list[Any], how: dict[str, Any], shape: tuple[int, int]) -> Any:
+    """What is given as ``out``; for a list of weights a list, of which one is broken."""
+    if not call.as_list:
+        return broken_result(call, args, how, shape)
+    one = [args[0], args[1][0]]
+    outs = [args[0].new_ones(shape) for _ in args[1]]
+    outs[call.place % len(outs)] = broken_result(call, one, how, shape)
+    args[0], args[1] = one[0], [one[1], *args[1][1:]]
+    return outs
+
+
+def broken_result(call: Call, args: list[Any], how: dict[str, Any], shape: tuple[int, int]) -> Any:
+    (rows, n), dtype = shape, call.torch_dtype
     out = torch.ones(rows, n, dtype=dtype, device=device())
     match call.fault:
         case "out has another shape":

@@ -296,6 +296,8 @@ def overwritten(group):
         lambda y: fluxlike.all_reduce_([torch.zeros(3, device=device()), y], group),
         lambda y: fluxlike.gemm_rs(x, w, out=y, group=group),
         lambda y: fluxlike.gemm_ar(x.view(4, -1)[:, :8].contiguous(), w, out=y, group=group),
+        lambda y: fluxlike.ag_gemm(x[:4].narrow(0, 0, 4 // size), w, out=y, group=group),
+        lambda y: fluxlike.ag_gemm(x[: 4 // size], [w, w], out=[torch.zeros_like(y), y], group=group),
     ]
     for write in writes:
         a = leaf(torch.randn(4, 6, device=device()))

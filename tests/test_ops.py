@@ -189,6 +189,37 @@ def test_gemm_rs_into_out(dtype):
     run_ranks(rs_out, 3, dtype=dtype)
 
 
+def ag_out(group, dtype):
+    """One weight, and a list of two; nothing is written beside what is given, and what was gathered is new."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    for schedule in (*schedules(dtype), "sequential"):
+        with fluxlike.create_ag_gemm_context(MAX_M, MAX_N, MAX_K, dtype, group, schedule) as ctx:
+            poison(ctx, group)
+            for seed, (m, n, k) in enumerate(((128, 128, 64), (37, 70, 50), (1, 8, 3))):
+                case = AGCase(m, [n] * size, k, dtype, seed, bias=True)
+                shard, w, b = case.inputs(rank)
+                gathered, whole = case.whole()
+                around = torch.full((2, m + 2, n), float("nan"), dtype=dtype, device=device())
+                outs = list(around[:, 1:-1])
+                for op in (fluxlike.ag_gemm, fluxlike.reference.ag_gemm):
+                    what = f"{op.__module__} out= M={m} N={n} {schedule}"
+                    assert op(shard, w, ctx, bias=b, m=m, out=outs[0]) is outs[0], what
+                    same(outs[0], whole[rank], what)
+                    assert around[1].isnan().all(), what
+                    results, seen = op(shard, [w, w], ctx, bias=[None, b], m=m, return_gathered=True, out=outs)
+                    assert all(z is out for z, out in zip(results, outs, strict=True)), what
+                    same(seen, gathered, what), same(outs[1], whole[rank], what)
+                    same(outs[0].double() + b.double(), whole[rank], what)
+                    assert around[:, [0, -1]].isnan().all(), f"{what}: wrote beside out"
+                    assert ctx.last_path.startswith(schedule), what
+                    around.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ag_gemm_into_out(dtype):
+    run_ranks(ag_out, 3, dtype=dtype)
+
+
 def sliced(t: torch.Tensor, left: int, right: int) -> torch.Tensor:
     """The same values as a slice of a wider tensor of NaN."""
     wide = torch.full((t.shape[0], left + t.shape[1] + right), float("nan"), dtype=t.dtype, device=t.device)

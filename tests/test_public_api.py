@@ -29,7 +29,7 @@ SIGNATURES = {
     "create_gemm_ar_context": "(max_m, n, dtype=torch.bfloat16, group=None, algo='auto')",
     "gemm_ar": "(x, weight, ctx=None, *, bias=None, group=None, out=None)",
     "create_ag_gemm_context": "(max_m, n, k, dtype=torch.bfloat16, group=None, schedule='auto')",
-    "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None, n=None)",
+    "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None, n=None, out=None)",
     "all_reduce": "(x, group=None, op='sum', algo='auto')",
     "all_reduce_": "(x, group=None, op='sum', algo='auto')",
     "reduce_scatter": "(x, group=None, op='sum', algo='auto')",

@@ -100,6 +100,7 @@ def ag_gemm(
     return_gathered: bool = False,
     m: int | None = None,
     n: int | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
     """all_gather(x_shard) · weightᵀ (+ bias): every rank gets all M rows for its own columns.
 
@@ -113,9 +114,11 @@ def ag_gemm(
             Default: R × the rows of this shard.
         n: N, the columns of all ranks and weights together, the same on all ranks: for the schedule that suits it. None: the
             context's, which is that of the first call where ctx is None.
+        out: [M, N / R], row-major, to write into; for a list of weights a list, one each.
 
     Returns:
-        z [M, N / R], or a list of them for a list of weights; with ``return_gathered`` the pair (z, gathered). New tensors.
+        z [M, N / R], or a list of them for a list of weights; with ``return_gathered`` the pair (z, gathered). New tensors, but
+        for those of ``out``.
 
     Numerics: fp32 accumulation, one rounding; the same bits on every repeat.
 
@@ -130,8 +133,8 @@ def ag_gemm(
     if torch.compiler.is_compiling() or wants_gradient(x_shard, weight, bias):
         from . import library
 
-        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered, n)
-    return call(x_shard, weight, ctx, bias, group, return_gathered, m, n)
+        return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered, n, out)
+    return call(x_shard, weight, ctx, bias, group, return_gathered, m, n, out)
 
 
 def call(
@@ -143,18 +146,20 @@ def call(
     return_gathered: bool = False,
     m: int | None = None,
     n: int | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
     """`ag_gemm`, which autograd does not see."""
     if type(ctx) is not AGGemmContext:
         validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
     weights, biases = validate.listed(weight, bias)
-    seen = again.signature((x_shard, *weights, *biases), m, n, 2 * len(weights) + return_gathered)
+    outs = validate.listed_out(out, weight)
+    seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
     with control.lock:
         found = again.find(AGGemmContext, ctx, group, control, seen)
         if seen is not None and found is not None:
             made, known = found
-            results = again.results(known, seen, x_shard)
+            results = again.results(known, seen, x_shard, outs)
             if results is not None:
                 gathered = results.pop() if return_gathered else None
                 _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
@@ -163,7 +168,7 @@ def call(
     k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
     validate.whole("ag_gemm", "n", n, columns)
     if control.spans:
-        results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
+        results = validate.outputs(outs, m, x_shard, weights, biases)
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n)
         return _returned(weight, results, gathered)
@@ -172,12 +177,12 @@ def call(
             sizes = {"max_m": max(m, 1), "k": max(k, 1)}
             ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-        results = [x_shard.new_empty(m, w.shape[0]) for w in weights]
+        results = validate.outputs(outs, m, x_shard, weights, biases)
         gathered = x_shard.new_empty(m, k) if return_gathered else None
         if m and k:
             planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
             every = results if gathered is None else [*results, gathered]
-            again.remember(ctx, seen, (x_shard, *weights, *biases), planned, every)
+            again.remember(ctx, seen, (x_shard, *weights, *biases, *outs), planned, every)
         else:
             empty(ctx, m, k, biases, results)
     return _returned(weight, results, gathered)

@@ -102,12 +102,12 @@ def find_kept(name: Hashable, key: Hashable) -> tuple[Any, Known] | None:
     return context, found
 
 
-def results(found: Known, seen: Signature, x: torch.Tensor, out: torch.Tensor | None = None) -> list[torch.Tensor] | None:
-    """What the call writes to: new tensors, or ``out``, the last one of its signature. None: `validate` has something to say."""
-    if out is not None:
-        return [out] if _is_apart(out, found, seen) else None
-    made = []
-    for shape in found.shapes:
+def results(found: Known, seen: Signature, x: torch.Tensor, outs: Sequence[torch.Tensor] = ()) -> list[torch.Tensor] | None:
+    """What the call writes to: ``outs``, the last of its signature, and new tensors. None: `validate` has something to say."""
+    if outs and not _are_apart(outs, found, seen):
+        return None
+    made = list(outs)
+    for shape in found.shapes[len(made) :]:
         t = x.new_empty(shape)
         if t.data_ptr() % ALIGNED:
             return None
@@ -115,14 +115,15 @@ def results(found: Known, seen: Signature, x: torch.Tensor, out: torch.Tensor | 
     return made
 
 
-def _is_apart(out: torch.Tensor, found: Known, seen: Signature) -> bool:
-    """Whether ``out`` may be written to, by this call: as far as addresses tell, it has no byte of the tensors that are read."""
-    if out.requires_grad:
-        return False
-    *read, start = seen.addresses
-    end = start + found.spans[-1]
-    for first, span in zip(read, found.spans, strict=False):
-        if first < end and start < first + span:
+def _are_apart(outs: Sequence[torch.Tensor], found: Known, seen: Signature) -> bool:
+    """Whether this call may write to ``outs``: as far as addresses tell, none has a byte of another, or of what is read."""
+    addresses, spans = seen.addresses, found.spans
+    for i, out in enumerate(outs, len(addresses) - len(outs)):
+        if out.requires_grad:
             return False
-    increment_version(out)  # see `validate.output`
+        start, end = addresses[i], addresses[i] + spans[i]
+        for first, span in zip(addresses[:i], spans, strict=False):
+            if first < end and start < first + span:
+                return False
+    increment_version(outs)  # see `validate.output`
     return True

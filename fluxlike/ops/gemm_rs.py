@@ -158,7 +158,7 @@ def call(
         found = again.find(GemmRSContext, ctx, group, control, seen)
         if seen is not None and found is not None:
             made, known = found
-            results = again.results(known, seen, x, out)
+            results = again.results(known, seen, x, () if out is None else (out,))
             if results is not None:
                 _make(made, known.number, known.plan, x, weight, bias, results[0])
                 return results[0]

@@ -313,9 +313,9 @@ def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
 
 
 def ag_gemm(
-    x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool, n: Any
+    x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool, n: Any, out: Any
 ) -> Any:
-    _no("ag_gemm", ctx=ctx)
+    _no("ag_gemm", ctx=ctx, out=out)
     weights, biases = validate.listed(weight, bias)
     tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
     if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):

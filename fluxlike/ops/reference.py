@@ -124,29 +124,30 @@ def ag_gemm(
     return_gathered: bool = False,
     m: int | None = None,
     n: int | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
     """`fluxlike.ag_gemm` by one all-gather of shards padded to equal size and one product a weight."""
 
     def check(control: ControlGroup) -> tuple[Any, Any]:
-        checked = validate.gathered_operands(x_shard, weight, bias, m, control)
-        rows, k = checked[2], x_shard.shape[1]
-        validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in checked[0]))
+        weights, biases, rows = validate.gathered_operands(x_shard, weight, bias, m, control)
+        k = x_shard.shape[1]
+        validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in weights))
         if ctx is not None:
             validate.call("ag_gemm", ctx, group, x_shard, {"M": (rows, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-        return (rows, k), checked
+        results = validate.outputs(validate.listed_out(out, weight), rows, x_shard, weights, biases)
+        return (rows, k), (weights, biases, rows, results)
 
     control, checked = _checked("ag_gemm", ctx, (AGGemmContext, NodesContext), group, x_shard, "M, K", check)
-    weights, biases, m = checked
+    weights, biases, m, results = checked
     full = chunk_rows(m, control.size)
     padded = x_shard.new_zeros(full, x_shard.shape[1])
     padded[: x_shard.shape[0]] = x_shard
     parts = [torch.empty_like(padded) for _ in range(control.size)]
     dist.all_gather(parts, padded, group=control.group)
     gathered = torch.cat(parts)[:m]
-    results = []
-    for w, b in zip(weights, biases, strict=True):
-        z = gathered.float() @ w.float().T
-        results.append((z if b is None else z + b.float()).to(x_shard.dtype))
+    for z, w, b in zip(results, weights, biases, strict=True):
+        product = gathered.float() @ w.float().T
+        z.copy_(product if b is None else product + b.float())
     result: Any = results[0] if isinstance(weight, torch.Tensor) else results
     return (result, gathered) if return_gathered else result
 

@@ -246,6 +246,40 @@ def output(
     """``out`` checked, or a new tensor like x."""
     if out is None:
         return x.new_empty(shape)
+    _writable(op, out, shape, x, (("x", x), ("weight", weight), ("bias", bias)))
+    increment_version(out)  # a kernel writes to it, and autograd, which may have saved it, does not see that
+    return out  # type: ignore[no-any-return]
+
+
+def listed_out(out: Any, weight: Any) -> Sequence[Any]:
+    """``out`` of ag_gemm as a list: one a weight, or none at all."""
+    if out is None:
+        return ()
+    many = isinstance(weight, (list, tuple))
+    if isinstance(out, (list, tuple)) != many or (many and len(out) != len(weight)):
+        found = f"a {type(out).__name__}" + (f" of {len(out)}" if isinstance(out, (list, tuple)) else "")
+        wanted = f"a list of {len(weight)}, one a weight" if many else "a tensor, as weight is one"
+        raise ValueError(f"ag_gemm: out is {found}, it must be {wanted}; leave it out to get new tensors")
+    return list(out) if many else [out]
+
+
+def outputs(
+    outs: Sequence[Any], m: int, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """What ag_gemm writes its results to: ``outs`` checked, which are one a weight, or new tensors like x."""
+    if not outs:
+        return [x.new_empty(m, w.shape[0]) for w in weights]
+    read: list[tuple[str, torch.Tensor | None]] = [("x", x), *(("weight", w) for w in weights), *(("bias", b) for b in biases)]
+    for i, (out, w) in enumerate(zip(outs, weights, strict=True)):
+        _writable("ag_gemm", out, (m, w.shape[0]), x, (*read, *(("another out", z) for z in outs[:i])))
+    increment_version(outs)  # as above
+    return list(outs)
+
+
+def _writable(
+    op: str, out: Any, shape: tuple[int, int], x: torch.Tensor, others: Sequence[tuple[str, torch.Tensor | None]]
+) -> None:
+    """``out`` is a matrix of this shape, like x, that has no byte of the ``others``."""
     readable(op, "out", out, 2, x.device)
     if tuple(out.shape) != shape or out.dtype != x.dtype or not out.is_contiguous():
         raise ValueError(
@@ -254,11 +288,11 @@ def output(
         )
     if out.requires_grad:
         raise ValueError(f"{op}: out has requires_grad, and what is written into it has no gradient; use out.detach()")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+    for name, t in others:
         if t is not None and overlaps(out, t):
-            raise ValueError(f"{op}: out overlaps {name} in memory, and is written while {name} is read; give it memory of its own")
-    increment_version(out)  # a kernel writes to it, and autograd, which may have saved it, does not see that
-    return out
+            raise ValueError(
+                f"{op}: out overlaps {name} in memory, and is written while that is in use; give it memory of its own"
+            )
 
 
 def overlaps(dense: torch.Tensor, t: torch.Tensor) -> bool:

@@ -330,8 +330,8 @@ class AGGemm(Problem):
 
     def ours(self, context: Any) -> torch.Tensor:
         if isinstance(context, Kept):
-            return fluxlike.ag_gemm(self.x, self.weight, n=self.shape.n if context.says else None)  # type: ignore[no-any-return]
-        return fluxlike.ag_gemm(self.x, self.weight, context)  # type: ignore[no-any-return]
+            return fluxlike.ag_gemm(self.x, self.weight, n=self.shape.n if context.says else None, out=self.out)  # type: ignore[no-any-return]
+        return fluxlike.ag_gemm(self.x, self.weight, context, out=self.out)  # type: ignore[no-any-return]
 
     def run_gemm(self) -> torch.Tensor:
         return torch.matmul(self.gathered, self.weight.T, out=self.out)
