@@ -157,92 +157,6 @@ def load_gathered(
 
 
 @triton.jit
-def remote_tiles(
-    gathered, gathered_ptr, w, bias, out, full, flags, ctl,
-    M, N, K, stride_w, ld, set_elements, max_flags, chunk_rows, rank, slot, epoch, own_tiles, unit_tiles_m, tiles_n,
-    first, end, pushers, head_start,
-    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, W_IS_KN: tl.constexpr, BIAS: tl.constexpr,
-    TRACE: tl.constexpr,
-):  # fmt: skip
-    """Turns ``first`` to ``end`` of this program: whole tiles of other ranks' rows."""
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    k_tiles = tl.cdiv(K, BK)
-    dtype = gathered_ptr.dtype.element_ty
-    done = first - 1
-    for turn in tl.range(first, end, flatten=True):
-        tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
-        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
-        record_begin(ctl, own_tiles + tile, program, R, TRACE)
-        wait_rows(
-            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
-            R, S, BM, COPY_ENGINE,
-        )  # fmt: skip
-        record(ctl, own_tiles + tile, WAITS + 1, R, TRACE)
-        tma_acquire(TMA)
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in range(k_tiles):
-            a = load_gathered(
-                gathered, gathered_ptr, slot, source, tile_m, k * BK, M, K, ld, set_elements, chunk_rows, BM, BK, TMA
-            )  # fmt: skip
-            b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
-            acc = multiply_add(a, b, acc)
-        done += 1
-        tile = dealt(done, program, programs, pushers, head_start) - own_tiles
-        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
-        record(ctl, own_tiles + tile, COMPUTED, R, TRACE)
-        acc = add_bias(acc, bias, tile_n * BN, N, BN, BIAS)
-        if TMA_OUT:
-            out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
-        else:
-            here = out + source.to(tl.int64) * chunk_rows * N
-            valid = tl.minimum(chunk_rows, M - source * chunk_rows)
-            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
-        record(ctl, own_tiles + tile, STORED, R, TRACE)
-
-
-@triton.jit
-def collect_share(
-    x_ptr, gathered_ptr, collected, full, flags, ctl, M, K, stride_x, ld, set_elements, max_flags, chunk_rows, rank, slot, epoch,
-    unit_tiles_m, R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, COPY_BM: tl.constexpr, COPY_BK: tl.constexpr,
-    COPY_ENGINE: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """This program's share of the gathered input, for the caller: blocks of ``collected`` [M, K], those of the own rows first."""
-    if VEC:
-        K = sixteens(K)
-        stride_x = sixteens(stride_x)
-    across = tl.cdiv(K, COPY_BK)
-    high = tl.cdiv(BM, COPY_BM)  # of a row of tiles, which are waited for together
-    down = tl.cdiv(chunk_rows, BM) * high
-    blocks = R * down.to(tl.int64) * across
-    begin = blocks * tl.program_id(0) // tl.num_programs(0)
-    end = blocks * (tl.program_id(0) + 1) // tl.num_programs(0)
-    for place in range((begin // across).to(tl.int32), tl.cdiv(end, across).to(tl.int32)):
-        source = (rank + place // down) % R
-        tile_m = place % down // high
-        there = gathered_ptr + slot.to(tl.int64) * set_elements + source.to(tl.int64) * chunk_rows * ld
-        pitch = ld
-        if source == rank:
-            there = x_ptr
-            pitch = stride_x
-        wait_rows(
-            full, flags, ctl, M, epoch, slot, rank, source, tile_m, tile_m // unit_tiles_m, chunk_rows, max_flags,
-            R, S, BM, COPY_ENGINE,
-        )  # fmt: skip
-        rows = tl.minimum(chunk_rows, M - source * chunk_rows)
-        here = collected + source.to(tl.int64) * chunk_rows * K
-        r = tile_m * BM + place % high * COPY_BM + tl.arange(0, COPY_BM)
-        first = tl.maximum(begin - place.to(tl.int64) * across, 0).to(tl.int32)
-        last = tl.minimum(end - place.to(tl.int64) * across, across).to(tl.int32)
-        for column in tl.range(first, last, num_stages=4):
-            ks = column * COPY_BK + tl.arange(0, COPY_BK)
-            inside = (r[:, None] < rows) & (ks[None, :] < K)
-            block = tl.load(there + r[:, None].to(tl.int64) * pitch + ks[None, :], mask=inside)
-            tl.store(here + r[:, None].to(tl.int64) * K + ks[None, :], block, mask=inside)
-
-
-@triton.jit
 def share_tiles(
     x, gathered, gathered_ptr, w, bias, out_ptr, work, parts, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags, chunk_rows, rows, rank, slot, epoch, stamp,
@@ -303,19 +217,19 @@ _NUMBERS += ["rank", "slot"]
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def ag_gemm_kernel(
-    x, x_ptr, gathered, gathered_ptr, w, bias, out, out_ptr, collected, go, pushed, work, parts, full, flags, ctl,
+    x, x_ptr, gathered, gathered_ptr, w, bias, out, out_ptr, go, pushed, work, parts, full, flags, ctl,
     M, N, K, stride_x, stride_w, ld, set_elements, max_flags,
     chunk_rows, rows, launch, last_launch, pushers, pieces, head_start, cut, lanes, late, lag, rank, slot,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     PUSH_BM: tl.constexpr, PUSH_BK: tl.constexpr,
     COPY_ENGINE: tl.constexpr, TMA: tl.constexpr, TMA_OUT: tl.constexpr, VEC: tl.constexpr, W_IS_KN: tl.constexpr,
-    BIAS: tl.constexpr, SHARED: tl.constexpr, COLLECT: tl.constexpr, TRACE: tl.constexpr,
+    BIAS: tl.constexpr, SHARED: tl.constexpr, TRACE: tl.constexpr,
 ):  # fmt: skip
     """One product of the gathered input. With TMA, x, gathered, w (and out with TMA_OUT) are descriptors, else pointers.
 
     ``launch``: number of this launch in its call; the first sends. ``rows``: of this rank's shard; ``max_flags``: flags a source
-    has; ``set_elements``: from one slot set to the other. SHARED: ``cut`` is not 0. COLLECT: 0, or where the gathered input goes
-    to ``collected`` [M, K], what K and the pitch of x are multiples of, 1 or 16. With TRACE: see `trace`.
+    has; ``set_elements``: from one slot set to the other. SHARED: ``cut`` is not 0. With TRACE it writes down what happens when
+    (`trace`).
     """
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, VEC)
     ld = sixteens(ld)
@@ -356,7 +270,7 @@ def ag_gemm_kernel(
     done = turns_before(0, program, programs, pushers, head_start) - 1
     for turn in tl.range(done + 1, own_end, flatten=True):
         tile = dealt(turn, program, programs, pushers, head_start)
-        tile_m, tile_n, _ = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record_begin(ctl, tile, program, R, TRACE)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(k_tiles):
@@ -365,7 +279,7 @@ def ag_gemm_kernel(
             acc = multiply_add(a, b, acc)
         done += 1
         tile = dealt(done, program, programs, pushers, head_start)
-        tile_m, tile_n, _ = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
+        tile_m, tile_n, unit = own_tile(tile, unit_tiles_m, tiles_n, S, GROUP_M)
         record(ctl, tile, COMPUTED, R, TRACE)
         acc = add_bias(acc, bias, tile_n * BN, N, BN, BIAS)
         if TMA_OUT:
@@ -376,25 +290,37 @@ def ag_gemm_kernel(
         record(ctl, tile, STORED, R, TRACE)
 
     end = turns_before(whole, program, programs, pushers, head_start)
-    turn = own_end
-    if COLLECT:  # each program at another turn, as few of them copy faster than all
-        turn += ((end - own_end) * program) // programs
-        remote_tiles(
-            gathered, gathered_ptr, w, bias, out, full, flags, ctl,
-            M, N, K, stride_w, ld, set_elements, max_flags, chunk_rows, rank, slot, epoch, own_tiles, unit_tiles_m, tiles_n,
-            own_end, turn, pushers, head_start,
-            R, S, BM, BN, BK, GROUP_M, COPY_ENGINE, TMA, TMA_OUT, W_IS_KN, BIAS, TRACE,
+    done = own_end - 1
+    for turn in tl.range(own_end, end, flatten=True):
+        tile = dealt(turn, program, programs, pushers, head_start) - own_tiles
+        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
+        record_begin(ctl, own_tiles + tile, program, R, TRACE)
+        wait_rows(
+            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
+            R, S, BM, COPY_ENGINE,
         )  # fmt: skip
-        collect_share(
-            x_ptr, gathered_ptr, collected, full, flags, ctl, M, K, stride_x, ld, set_elements, max_flags, chunk_rows, rank,
-            slot, epoch, unit_tiles_m, R, S, BM, PUSH_BM, PUSH_BK, COPY_ENGINE, COLLECT == 16,
-        )  # fmt: skip
-    remote_tiles(
-        gathered, gathered_ptr, w, bias, out, full, flags, ctl,
-        M, N, K, stride_w, ld, set_elements, max_flags, chunk_rows, rank, slot, epoch, own_tiles, unit_tiles_m, tiles_n,
-        turn, end, pushers, head_start,
-        R, S, BM, BN, BK, GROUP_M, COPY_ENGINE, TMA, TMA_OUT, W_IS_KN, BIAS, TRACE,
-    )  # fmt: skip
+        record(ctl, own_tiles + tile, WAITS + 1, R, TRACE)
+        tma_acquire(TMA)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(k_tiles):
+            a = load_gathered(
+                gathered, gathered_ptr, slot, source, tile_m, k * BK, M, K, ld, set_elements, chunk_rows, BM, BK, TMA
+            )  # fmt: skip
+            b = load_b(w, tile_n * BN, k * BK, N, K, stride_w, BN, BK, TMA, W_IS_KN)
+            acc = multiply_add(a, b, acc)
+        done += 1
+        tile = dealt(done, program, programs, pushers, head_start) - own_tiles
+        source, tile_m, tile_n, unit = remote_tile(tile, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
+        record(ctl, own_tiles + tile, COMPUTED, R, TRACE)
+        acc = add_bias(acc, bias, tile_n * BN, N, BN, BIAS)
+        if TMA_OUT:
+            out.store([source * chunk_rows + tile_m * BM, tile_n * BN], acc.to(dtype))
+        else:
+            here = out + source.to(tl.int64) * chunk_rows * N
+            valid = tl.minimum(chunk_rows, M - source * chunk_rows)
+            store_block(here, acc.to(dtype), tile_m * BM, tile_n * BN, valid, N, N, BM, BN)
+        record(ctl, own_tiles + tile, STORED, R, TRACE)
+
     if SHARED:
         share_tiles(
             x, gathered, gathered_ptr, w, bias, out_ptr, work, parts, full, flags, ctl,

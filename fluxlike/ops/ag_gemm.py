@@ -259,7 +259,7 @@ class _Plan(NamedTuple):
     padded: tuple[bool, ...]
     #: For each weight.
     launches: list[list[Prepared]]
-    #: Of the gathered input, out of the heap, where the last product does not do so.
+    #: Of the gathered input, out of the heap.
     collects: list[Prepared]
     copies: list[Callable[[torch.Tensor], None]]
     call: Told
@@ -313,8 +313,7 @@ def _make(
 
         def launch(i: int) -> None:
             z, bias = results[i], biases[i]
-            all_rows = z if gathered is None else gathered
-            plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z, z, all_rows))
+            plan.launches[i][slot]((shard, shard, tiling.stored(operands[i])[0], z if bias is None else bias, z, z))
             if beside is not None:
                 beside()
 
@@ -325,7 +324,7 @@ def _make(
             launch(0)
         for i in range(1, len(results)):
             launch(i)
-        if plan.collects:
+        if gathered is not None:
             plan.collects[slot]((shard, gathered))
 
 
@@ -359,12 +358,10 @@ def _plan(
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
     launches = []
-    # by the last product, if it has programs enough
-    apart = gathered is not None and results[-1].shape[1] == 0
     for i, (w, bias, z) in enumerate(zip(weights, biases, results, strict=True)):
-        ends = i == len(weights) - 1 and not apart
-        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, full, ld, i, ends, gathered if ends else None))
-    collects = _collects(ctx, shard, gathered, transport, tile, full, ld, subs) if apart else []
+        last = i == len(weights) - 1 and gathered is None
+        launches.append(_gemms(ctx, shard, w, bias, z, chosen, tile, rows, full, ld, i, last))
+    collects = [] if gathered is None else _collects(ctx, shard, gathered, transport, tile, full, ld, subs)
     copies: list[Callable[[torch.Tensor], None]] = []
     if transport == "copy_engine" and ctx.size > 1:
         copies = [_copies(ctx, rows, full, ld, subs, tile.bm, slot) for slot in (0, 1)]
@@ -397,25 +394,24 @@ def _plan_stream_k(
 
 def _gemms(
     ctx: AGGemmContext, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor, chosen: choice.Choice,
-    tile: tiling.Tiling, rows: int, full: int, ld: int, number: int, last: bool, gathered: torch.Tensor | None,
+    tile: tiling.Tiling, rows: int, full: int, ld: int, number: int, last: bool,
 ) -> list[Prepared]:  # fmt: skip
     """The launches of the product with weight ``number``, for each slot set; ``tile``: the chosen one as this rank can read it."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
     operands: list[Any] = [x, x, ctx.data, ctx.data, w]
     if tile.tma:
-        slots = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
+        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
         operands = [
-            tiling.descriptor(x, [tile.bm, tile.bk]), x, slots, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
+            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
         ]  # fmt: skip
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
     pushers = chosen.pushers if number == 0 and ranks > 1 and chosen.transport == "in_kernel" else 0
     deal = waves.gather(ctx, tile, pushers, rows, full, n, k)
-    collect = 0 if gathered is None else 16 if tiling.is_vectorised(16, k, x, x) else 1
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
-        z, z if gathered is None else gathered, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
+        z, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, number, int(last), *deal[1:4], *deal.shared, ctx.rank,
     )  # fmt: skip
@@ -423,11 +419,9 @@ def _gemms(
         R=ranks, S=chosen.subs, BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=tile.group_m,
         PUSH_BM=tiling.push_rows(tile, x), PUSH_BK=waves.PUSH_COLUMNS, COPY_ENGINE=chosen.transport == "copy_engine",
         TMA=tile.tma, TMA_OUT=tma_out, VEC=tiling.is_vectorised(n, k, x, w), W_IS_KN=kn,
-        BIAS=bias is not None, SHARED=deal.shared.cut > 0, COLLECT=collect,
-        TRACE=ctx.trace is not None,
+        BIAS=bias is not None, SHARED=deal.shared.cut > 0, TRACE=ctx.trace is not None,
     )  # fmt: skip
-    varying = 0, 1, 4, 5, 6, 7, 8
-    return [ctx.prepare(ag_gemm_kernel, deal.programs, (*args, slot), constants, tile, varying) for slot in (0, 1)]
+    return [ctx.prepare(ag_gemm_kernel, deal.programs, (*args, slot), constants, tile, (0, 1, 4, 5, 6, 7)) for slot in (0, 1)]
 
 
 def _collects(

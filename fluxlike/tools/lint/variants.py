@@ -29,8 +29,8 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
-#: wave is worth sharing; the same, where ag_gemm is to return the gathered input; a gather without columns. The collectives take
-#: M×K elements, all_reduce also two tensors of so many.
+#: wave is worth sharing. The collectives take M×K
+#: elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -39,8 +39,6 @@ SHAPES = {
     "parts": (8192, 8192, 2048),
     "wide": (2048, 8192, 2048),
     "waves": (1024, 14336, 32768),
-    "gathered": (1024, 14336, 32768),
-    "beside": (1024, 0, 512),
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
     "slim": (1024, 64, 64),
@@ -121,10 +119,6 @@ def cases(capability: int) -> list[Case]:
         if capability == 90:
             found += [Case(op, "in_kernel", "wide"), Case(op, "in_kernel", "wide", bias=True)]
             found += [Case(op, "copy_engine", "waves"), Case(op, "in_kernel", "waves", bias=True)]
-        if op == "ag_gemm":
-            found += [Case(op, schedule, "beside") for schedule in ("copy_engine", "in_kernel")]
-            if capability == 90:
-                found += [Case(op, "copy_engine", "gathered"), Case(op, "in_kernel", "gathered", bias=True)]
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
             found.append(Case(op, "copy_engine", kn=True, bias=True))
@@ -177,8 +171,8 @@ def launches(case: Case, capability: int) -> list[Launch]:
             root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
             getattr(collectives, case.op)(operand(m, k), algo=case.schedule, **root)
         else:
-            collect = case.shape in ("large", "gathered", "beside") and case.dtype == torch.bfloat16 and not case.kn
-            with closing(ag_gemm_op.create_ag_gemm_context(m, max(n, 1), k, dtype=case.dtype, schedule=case.schedule)) as ag:
+            collect = case.shape == "large" and case.dtype == torch.bfloat16 and not case.kn
+            with closing(ag_gemm_op.create_ag_gemm_context(m, n, k, dtype=case.dtype, schedule=case.schedule)) as ag:
                 ag_gemm_op.ag_gemm(operand(m // RANKS, k), weight, ag, bias=bias, return_gathered=collect)
         return list({launch.key: launch for launch in (launch_of(*record) for record in records)}.values())
 
@@ -210,7 +204,7 @@ def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: in
 def spec_of(launch: Launch, capability: int) -> Spec:
     """What a launch of one of fluxlike's kernels must have. KeyError for other kernels."""
     given = launch.constants
-    shared, collects = int(given.get("SHARED", False)), int(given.get("COLLECT", 0) > 0)
+    shared = int(given.get("SHARED", False))
     peers, copies = given.get("R", 1) - 1, given.get("COPY_ENGINE", False)
     scatter, gather, rooted = (int(given.get(name, False)) for name in ("SCATTER", "GATHER", "ROOTED"))
     owners = 1 if rooted else peers  # but this rank
@@ -225,12 +219,12 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # credits, shards (the first, and more) and parts of other shards' tiles, parts of own ones; flags, parts, and the credits
         "ag_gemm_stream_k_kernel": (peers + 4, peers + 4, 2, 2),
         # credits and shards, at the end all of them; the word for the side stream, or the peers' flags, and the credits; where the
-        # last wave is shared, shards and parts once more, and a part; shards for the caller, and once more behind those
+        # last wave is shared, shards and parts once more, and a part
         "ag_gemm_kernel": (
-            peers + (2 if copies else 1) + 2 * shared + 2 * collects,
+            peers + (2 if copies else 1) + 2 * shared,
             (2 if copies else peers + 1) + shared,
             1 if copies else 2,
-            2 + shared + collects,
+            2 + shared,
         ),
         "ag_collect_kernel": (1, 1, 1, 0),
         # credits
