@@ -156,13 +156,19 @@ def call(
     outs = validate.listed_out(out, weight)
     seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
     with control.lock:
-        found = again.find(AGGemmContext, ctx, group, control, seen)
+        if control.spans:
+            found = again.find(nodes.NodesContext, ctx, group, control, seen, "ag_gemm")
+        else:
+            found = again.find(AGGemmContext, ctx, group, control, seen)
         if seen is not None and found is not None:
             made, known = found
             results = again.results(known, seen, x_shard, outs)
             if results is not None:
                 gathered = results.pop() if return_gathered else None
-                _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
+                if control.spans:
+                    nodes.make_ag_gemm(made, x_shard, weights, biases, results, gathered, n)
+                else:
+                    _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
                 return _returned(weight, results, gathered)
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
@@ -170,7 +176,7 @@ def call(
     if control.spans:
         results = validate.outputs(outs, m, x_shard, weights, biases)
         gathered = x_shard.new_empty(m, k) if return_gathered else None
-        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n)
+        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n, outs, seen)
         return _returned(weight, results, gathered)
     with control.lock:
         if ctx is None:

@@ -78,12 +78,17 @@ def remember(
     context.remember(seen.key, Known(*planned, tuple([t.shape for t in results]), tuple(spans)))
 
 
-def find(kind: Any, ctx: Any, group: Any, control: ControlGroup, seen: Signature | None) -> tuple[Any, Known] | None:
-    """The context of a call, ``ctx`` or the one that is kept, and what it knows of such calls. Hold `ControlGroup.lock`."""
+def find(
+    kind: Any, ctx: Any, group: Any, control: ControlGroup, seen: Signature | None, kept_by: Hashable = None
+) -> tuple[Any, Known] | None:
+    """The context of a call, ``ctx`` or the one that is kept, and what it knows of such calls. Hold `ControlGroup.lock`.
+
+    ``kept_by``: with what the name of the kept one begins, if not with its ``kind``.
+    """
     if seen is None or (ctx is not None and group is not None):
         return None
     if ctx is None:
-        return find_kept((kind, control.name, seen.key[2]), seen.key)
+        return find_kept((kept_by or kind, control.name, seen.key[2]), seen.key)
     found = ctx.recall(seen.key) if type(ctx) is kind else None
     return None if found is None else (ctx, found)
 

@@ -155,18 +155,24 @@ def call(
     control = resolve(group) if ctx is None else ctx.control
     seen = again.signature((x, weight, bias, out), k)
     with control.lock:
-        found = again.find(GemmRSContext, ctx, group, control, seen)
+        if control.spans:
+            found = again.find(nodes.NodesContext, ctx, group, control, seen, "gemm_rs")
+        else:
+            found = again.find(GemmRSContext, ctx, group, control, seen)
         if seen is not None and found is not None:
             made, known = found
             results = again.results(known, seen, x, () if out is None else (out,))
             if results is not None:
-                _make(made, known.number, known.plan, x, weight, bias, results[0])
+                if control.spans:
+                    nodes.make_gemm_rs(made, x, weight, bias, results[0], k)
+                else:
+                    _make(made, known.number, known.plan, x, weight, bias, results[0])
                 return results[0]
     validate.operands("gemm_rs", x, weight, bias)
     validate.whole("gemm_rs", "k", k, x.shape[1])
     m, n = x.shape[0], weight.shape[0]
     if control.spans:
-        return nodes.gemm_rs(control, ctx, x, weight, bias, group, out, k)
+        return nodes.gemm_rs(control, ctx, x, weight, bias, group, out, k, seen)
     with control.lock:
         if ctx is None:
             ctx = kept("gemm_rs", GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])

@@ -393,9 +393,12 @@ class Puts(Messages):
         args = *where, self._inner.rank, *self._sizes, self._pitch // 8
         return kernels.messages_came_kernel, 1, args, {"J": len(self.nodes), "L": self._inner.size}, ONE
 
-    def _all_came(self, last: bool) -> tuple[tuple, dict[str, Any]]:
-        """Arguments and constants of a kernel that waits for all messages; ``last``: nothing behind it can fail."""
+    def _ends(self, last: bool) -> None:
+        """The next kernel waits for all messages; ``last``: nothing behind it can fail, so that it ends the call, if it can."""
         self._ended = last and not self._ending["QUIET"]
+
+    def _all_came(self) -> tuple[tuple, dict[str, Any]]:
+        """Arguments and constants of that kernel."""
         where = self.inbox.view(torch.int64), self.head, self.ctl, *self._of_node(), self._slot, self.node
         args = *where, self._inner.rank, *self._sizes, self._pitch // 8
         return args, {"J": len(self.nodes), "B": _BLOCK, "L": self._inner.size, "LAST": self._ended}
@@ -406,9 +409,10 @@ class Puts(Messages):
 
     def total(self, parts: torch.Tensor, own: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         tensors = parts, own, y if bias is None else bias, y
-        came, constants = self._all_came(True)
+        self._ends(True)
 
         def launch() -> Launch:
+            came, constants = self._all_came()
             args = *tensors, y.numel(), y.shape[1], parts.stride(0), *came
             return kernels.messages_sum_kernel, self._over(y.numel()), args, {"BIAS": bias is not None, **constants}, _OVER
 
@@ -419,9 +423,10 @@ class Puts(Messages):
         parts, x = self.places(full, x.shape[1], x.dtype), x.contiguous()
         whole = x.new_empty(len(self.nodes) * full, x.shape[1])
         tensors = parts, x, whole
-        came, constants = self._all_came(self._inner.size == 1)
+        self._ends(self._inner.size == 1)
 
         def launch() -> Launch:
+            came, constants = self._all_came()
             args = *tensors, full * x.shape[1], parts.stride(0), full, *came
             return kernels.messages_gather_kernel, self._over(whole.numel()), args, constants, _OVER
 

@@ -34,7 +34,7 @@ to the sum over nodes. The same bits on every repeat.
 Messages are sent from where the operation of a node writes its result, and read from where they come; `messages` has their record.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Self
 
 import torch
@@ -43,7 +43,7 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
-from . import choice, cost, keeping, validate
+from . import again, choice, cost, keeping, validate
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
 from .messages import Letters, Puts, filled
@@ -163,6 +163,17 @@ class NodesContext(Held):
         """``whole``: K (gemm_rs) or N (ag_gemm) of all ranks, if the caller says it."""
         self.stats["calls"] += 1
         return _Call(self, m, columns, None if whole is None else cdiv(whole, len(self.nodes)))
+
+    def recall(self, key: Hashable) -> again.Known | None:
+        """What is known of calls with this key: that they need no checks."""
+        return self.inner.recall(key)  # type: ignore[no-any-return]
+
+    def remember(self, key: Hashable, known: again.Known) -> None:
+        self.inner.remember(key, known)
+
+    def in_step(self) -> bool:
+        """Whether calls without a context use it as it is."""
+        return self.fits({})
 
     def is_together(self, m: int, full: int, whole: int | None = None) -> bool:
         """Whether a call of ``m`` rows, ``full`` in a full chunk, is made with one product of all rows, as `together` says.
@@ -346,38 +357,51 @@ def gemm_rs(
     group: dist.ProcessGroup | None,
     out: torch.Tensor | None,
     whole: int | None,
+    seen: again.Signature | None,
 ) -> torch.Tensor:
     """A call of `ops.gemm_rs` whose group spans nodes."""
-    from . import gemm_rs as local
-
     m, n = x.shape[0], weight.shape[0]
     with control.lock:
         ctx = ctx or _kept("gemm_rs", control, x.dtype, {"max_m": m, "n": n}, x.shape[1])
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank), n), x, weight, bias)
-        with ctx.begin(m, n, whole) as call:
-            post = ctx.messages
-            parts, full = post.places(*y.shape, x.dtype), call.full
-            if call.together:
-                height = len(ctx.nodes) * full
-                partials = x.new_empty(height, n)
-                local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height, call.whole)
-                for node in post.next:
-                    post.send_rows(partials, node * full, call.rows_of_peer(node), node)
-                own = partials[ctx.node * full :][: y.shape[0]]
-            else:
-                for node in post.next:
-                    place = post.place(node, call.rows_of_peer(node), n, x.dtype)
-                    local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full, call.whole)
-                    ctx.inner.known = True  # what follows in the node needs no telling
-                    post.send(place, node)
-                own = parts[ctx.node]
-                local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full, call.whole)
-            post.total(parts, own, y, bias)
-            for node in post.next:
-                post.read(node)
-        call.told(post.bytes)
+        make_gemm_rs(ctx, x, weight, bias, y, whole)
+        again.remember(ctx, seen, (x, weight, bias, out), (0, None), [y])
     return y
+
+
+def make_gemm_rs(
+    ctx: NodesContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, whole: int | None
+) -> None:
+    """A call that is checked."""
+    from . import gemm_rs as local
+
+    m, n = x.shape[0], weight.shape[0]
+    ctx.raise_if_failed()
+    with ctx.begin(m, n, whole) as call:
+        post = ctx.messages
+        rows = y.shape[0]
+        parts, full = post.places(rows, n, x.dtype), call.full
+        if call.together:
+            height = len(ctx.nodes) * full
+            partials = x.new_empty(height, n)
+            local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height, call.whole)
+            for node in post.next:
+                post.send_rows(partials, node * full, call.rows_of_peer(node), node)
+            start = ctx.node * full
+            own = partials[start : start + rows]
+        else:
+            for node in post.next:
+                place = post.place(node, call.rows_of_peer(node), n, x.dtype)
+                local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full, call.whole)
+                ctx.inner.known = True  # what follows in the node needs no telling
+                post.send(place, node)
+            own = parts[ctx.node]
+            local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full, call.whole)
+        post.total(parts, own, y, bias)
+        for node in post.next:
+            post.read(node)
+    call.told(post.bytes)
 
 
 def ag_gemm(
@@ -390,17 +414,35 @@ def ag_gemm(
     results: list[torch.Tensor],
     gathered: torch.Tensor | None,
     whole: int | None,
+    outs: Sequence[torch.Tensor],
+    seen: again.Signature | None,
 ) -> None:
-    """A call of `ops.ag_gemm` whose group spans nodes."""
+    """A call of `ops.ag_gemm` whose group spans nodes. ``outs``: those of the results that the caller gave."""
     m, k = results[0].shape[0], x.shape[1]
     with control.lock:
         here = sum(w.shape[0] for w in weights)
         ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-        with ctx.begin(m, k, whole) as call:
-            ctx.messages.send_to_all(x, alone=call.together)
-            (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)
-            call.told(ctx.messages.bytes)
+        make_ag_gemm(ctx, x, weights, biases, results, gathered, whole)
+        every = results if gathered is None else [*results, gathered]
+        again.remember(ctx, seen, (x, *weights, *biases, *outs), (0, None), every)
+
+
+def make_ag_gemm(
+    ctx: NodesContext,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    results: list[torch.Tensor],
+    gathered: torch.Tensor | None,
+    whole: int | None,
+) -> None:
+    """A call that is checked."""
+    ctx.raise_if_failed()
+    with ctx.begin(results[0].shape[0], x.shape[1], whole) as call:
+        ctx.messages.send_to_all(x, alone=call.together)
+        (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)
+        call.told(ctx.messages.bytes)
 
 
 def _one_by_one(
