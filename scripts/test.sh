@@ -172,7 +172,7 @@ for fx_i in "${!fx_lanes[@]}"; do
 done
 fx_lanes=()
 if [ -n "$fx_covered" ]; then
-  echo "lines of fluxlike that the tests ran, on ranks 0 and 1 and in other processes:"
+  echo "lines of fluxlike that the tests ran, themselves and on ranks 0 and 1; not those of programs that they start:"
   "$fx_python" -m coverage combine -q || fx_status=1
   # A choice among the tests says nothing about all of them.
   if [ $# -eq 0 ]; then "$fx_python" -m coverage report || fx_status=1; else "$fx_python" -m coverage report --fail-under=0 || fx_status=1; fi

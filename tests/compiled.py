@@ -7,7 +7,6 @@ import multiprocessing
 import os
 from concurrent.futures import Future, ProcessPoolExecutor
 
-import cover
 import pytest
 
 from fluxlike.tools.lint import rules, variants
@@ -21,9 +20,7 @@ ALL = [(case, capability) for capability in variants.CAPABILITIES for case in va
 def _pool() -> ProcessPoolExecutor:
     pool = ProcessPoolExecutor(min(4, len(os.sched_getaffinity(0))), multiprocessing.get_context("spawn"))
     atexit.register(pool.shutdown, wait=False, cancel_futures=True)
-    # Tracing takes a fifth of a compilation's time; what these processes run of fluxlike, tests/test_lint.py runs in its own.
-    with cover.hidden():
-        pool.submit(int)  # starts all of them
+    pool.submit(int)  # starts all of them
     return pool
 
 

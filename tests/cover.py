@@ -1,19 +1,20 @@
 """Line coverage without its price: a tracer looks at each call in Triton's interpreter, which nearly doubles the time of the tests.
 
 The C tracer of Python 3.11 cannot leave a module out. So a rank traces the programs of a kernel in the first launch of each variant
-of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked. From Python 3.12 on coverage can use
+of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked. What a test starts as a program is not
+measured at all, as most of its time is imports, which tracing makes half as long again. From Python 3.12 on coverage can use
 sys.monitoring, which is switched off line by line, and none of this is needed.
 """
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-#: How coverage tells the processes that a program starts to measure themselves.
+#: How coverage tells the processes that a program starts to measure themselves; they are told by `begin`, or not at all.
 _CONFIG = "COVERAGE_PROCESS_CONFIG"
+_config = os.environ.pop(_CONFIG, "")
 
 _seen: set[Any] = set()
 
@@ -24,27 +25,20 @@ def is_measured() -> bool:
     return coverage is not None and coverage.Coverage.current() is not None
 
 
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """A process started here is not measured: for the server that ranks are forked from, which only imports."""
-    config = os.environ.pop(_CONFIG, None)
-    yield
-    if config is not None:
-        os.environ[_CONFIG] = config
-
-
 def request() -> str:
     """What `begin` needs in another process; empty where nothing is measured."""
-    return os.environ.get(_CONFIG, "")
+    return _config
 
 
 def begin(config: str, kernels: bool) -> None:
     """Measure this process, first launches of kernels too or not; what it has measured is saved when it ends by os._exit."""
+    global _config
     if config:
         import coverage
 
-        os.environ[_CONFIG] = config
+        os.environ[_CONFIG] = _config = config
         coverage.process_startup()
+        del os.environ[_CONFIG]
         quiet(kernels)
 
 

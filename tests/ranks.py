@@ -288,8 +288,7 @@ def _start_server() -> None:
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
-        with cover.hidden():
-            multiprocessing.forkserver.ensure_running()
+        multiprocessing.forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:

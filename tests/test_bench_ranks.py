@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import cover
 import pytest
 import ranks
 import test_calls
@@ -394,8 +393,7 @@ def test_toy_bursts(tmp_path):
 
 
 def launch(*arguments):
-    with cover.hidden():  # `run_all` runs the same lines; traced, the interpreter takes twice the time
-        environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ |= {"FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(places)}
     command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--nproc", "2", "-m", "fluxlike", "bench", *arguments]

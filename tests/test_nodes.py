@@ -16,7 +16,7 @@ from faults import HEAPS
 from ranks import device, run_fresh
 
 import fluxlike
-from fluxlike.ops import choice, cost
+from fluxlike.ops import choice, cost, validate
 from fluxlike.ops import nodes as between
 from fluxlike.runtime import nodes, world
 from fluxlike.runtime.errors import CallMismatch
@@ -247,6 +247,61 @@ def by_turns(group, puts):
 @pytest.mark.parametrize(("heap", "puts"), HEAPS_AND_PUTS)
 def test_together_and_not_by_turns(heap, puts):
     for outcome in run_fresh(by_turns, 4, env={"FLUXLIKE_VIRTUAL_NODES": "4"}, heap=heap, timeout=120, puts=puts):
+        assert outcome.ok, str(outcome)
+
+
+def again(group, puts):
+    """Calls that come again are not looked at, and give what the first gave; what is wrong with one is told as ever."""
+    start(puts)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    # an even split, so that N of ag_gemm can be left out
+    rs_case, ag_case = RSCase(16, 24, [16] * size, DTYPES[0], 1), AGCase(16, [8] * size, 32, DTYPES[0], 2)
+    (x, w, _), (shard, v, _) = rs_case.inputs(rank), ag_case.inputs(rank)
+    y, z = rs_case.expected(rank), ag_case.whole()[1][rank]
+    out, outs = torch.empty(y.shape, dtype=x.dtype, device=x.device), torch.empty(2, *z.shape, dtype=x.dtype, device=x.device)
+    looks, operands = [], validate.operands
+    validate.operands = lambda *args: looks.append(args[0]) or operands(*args)
+    rs, ag = fluxlike.create_gemm_rs_context(40, 24), fluxlike.create_ag_gemm_context(40, 24, 32)
+    for together, sign in itertools.product((None, True, False), (1, -1)):
+        rs.together = ag.together = together  # also between calls that are alike
+        a, b = sign * x, sign * shard
+        for given, other in ((rs, ag), (None, None)):
+            same(fluxlike.gemm_rs(a, w, given), sign * y, "gemm_rs")
+            assert fluxlike.gemm_rs(a, w, given, out=out.fill_(7)) is out
+            same(out, sign * y, "gemm_rs, out")
+            same(fluxlike.ag_gemm(b, v, other), sign * z, "ag_gemm")
+            results, gathered = fluxlike.ag_gemm(b, [v, v], other, return_gathered=True, out=list(outs.fill_(7)))
+            for t in (*results, *outs):
+                same(t, sign * z, "ag_gemm, out")
+            same(gathered, sign * ag_case.whole()[0], "gathered")
+    assert looks == 2 * (2 * ["gemm_rs"] + 3 * ["ag_gemm"])
+    over = torch.zeros(x.numel() + out.numel(), dtype=x.dtype, device=x.device)
+    inside = over[: x.numel()].view_as(x).copy_(x)
+    bad = [
+        (lambda: fluxlike.gemm_rs(inside, w, rs, out=over[8:][: out.numel()].view_as(out)), "overlaps x"),
+        (lambda: fluxlike.gemm_rs(x, w, rs, out=out.clone().requires_grad_()), "requires_grad"),
+        (lambda: fluxlike.gemm_rs(x.float(), w, rs), "dtype"),
+        (lambda: fluxlike.gemm_rs(x, w, ag), "create_gemm_rs_context"),
+        (lambda: fluxlike.ag_gemm(shard, [v, v], ag, out=[outs[0], outs[0]]), "overlaps another out"),
+    ]
+    for call, words in bad:
+        with pytest.raises(ValueError, match=words):
+            call()
+    same(fluxlike.gemm_rs(x, w, rs), y, "gemm_rs")
+    rs.close(), ag.close()
+    for call in (lambda: fluxlike.gemm_rs(x, w, rs), lambda: fluxlike.ag_gemm(shard, v, ag)):
+        with pytest.raises(RuntimeError, match="this context is closed"):
+            call()
+    fluxlike.finalize()
+    for call in (lambda: fluxlike.gemm_rs(x, w), lambda: fluxlike.ag_gemm(shard, v)):
+        with pytest.raises(RuntimeError, match=r"fluxlike\.init"):
+            call()
+    validate.operands = operands
+
+
+@pytest.mark.parametrize(("heap", "puts"), HEAPS_AND_PUTS)
+def test_calls_that_come_again(heap, puts):
+    for outcome in run_fresh(again, 2, {"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap, timeout=120, puts=puts):
         assert outcome.ok, str(outcome)
 
 
