@@ -28,6 +28,7 @@ EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11
 #: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
 CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
+CODE_OF |= {f"2026-11-26-{name}-H100-R2.json": "29ae4f5" for name in ("gemm_rs-out", "ag_gemm-out", "ag_gemm-out-short")}
 CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
@@ -168,7 +169,7 @@ def few(commit: str) -> str:
 def few_h100() -> str:
     rows: list[list[str]] = []
     for op in OPS:
-        known, before = read(f"2026-11-25-{op}-again-H100-R2.json"), read(f"2026-11-24-{op}-suites-H100-R2.json")
+        known, before = read(f"2026-11-26-{op}-out-H100-R2.json"), read(f"2026-11-24-{op}-suites-H100-R2.json")
         graph = read(f"2026-11-24-{op}-suites-H100-R2-graph.json")
         bands = ((16, 64), (256, 512), (1024, 1024)), ((2048, 16384),)
         measured = [("eager", known, bands[0]), ("eager", before, bands[1]), ("graph", graph, (*bands[0], *bands[1]))]
@@ -209,6 +210,32 @@ def again_host() -> str:
     return table(heads, rows, 3)
 
 
+def out_host() -> str:
+    """ag_gemm alone; gemm_rs had `out` before."""
+    data = json.loads((MEASURED / "2026-11-26-out-host-H100-R2.json").read_text())
+    rows: list[list[str]] = []
+    for found in data["found"]:
+        if found["op"] == "ag_gemm":
+            methods = [found["methods"][name] for name in ("torch", "context", "context, out", "no context, n")]
+            rows.append([found["shape"].replace("x", "×"), *(us(each[key]) for key in ("us", "host_us") for each in methods)])
+    ways = "torch + NCCL | context | context, out | no context, n"
+    return table(f"M×N×K | {ways} | host: {ways}", rows, 1)
+
+
+def out() -> str:
+    rows: list[list[str]] = []
+    for name, run in (("out", "all shapes"), ("out-short", "fifteen rounds")):
+        record = read(f"2026-11-26-ag_gemm-{name}-H100-R2.json")
+        first = len(rows)
+        for shape, times in record.times.items():
+            if int(shape.split("×")[0]) <= 512:
+                cells = [times.get("anew"), times["said"], times["auto"]]
+                rows.append([linked(run, record, rows[first:]), shape, *(us(t) if t else NONE for t in (times["torch"], *cells))])
+                rows[-1] += [f"{times['torch'] / times[method]:.2f}" for method in ("said", "auto")]
+                rows[-1] += [us(record.host[shape][method]) for method in ("torch", "auto")]
+    return table("run | M×N×K | torch + NCCL | anew | said | auto | said × torch | auto × torch | host: torch | auto", rows, 2)
+
+
 def said() -> str:
     rows: list[list[str]] = []
     for op, model in [(op, model) for op in OPS for model in ("8b", "70b")]:
@@ -228,7 +255,7 @@ def host() -> str:
             rows.append([linked(op, record, rows), f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
             rows[-1] += [us(times["in_kernel"]), copies, NONE]
     of_h100s = [(op, headline("2×H100", op)[0], "shapes") for op in OPS]
-    of_h100s += [(op, read(f"2026-11-25-{op}-again-H100-R2.json"), "shapes of few rows") for op in OPS]
+    of_h100s += [(op, read(f"2026-11-26-{op}-out-H100-R2.json"), "shapes of few rows") for op in OPS]
     for op, record, what in of_h100s:
         cells = [[times[method] for times in record.host.values()] for method in ("torch", "async_tp", "auto")]
         told = [f"{us(min(cell))} to {us(max(cell))}" for cell in cells]
@@ -298,7 +325,8 @@ def swing() -> str:
     return table("gemm_rs 8192×12288×49152, eager, ms | cuBLAS | torch + NCCL | async TP | auto | × the better peer", rows)
 
 
-MADE = (summary, shapes, schedules, few, few_h100, again, again_host, said, host, all_reduce, gemm_ar, apart, merged, swing)
+MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
+MADE += (all_reduce, gemm_ar, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
