@@ -27,7 +27,7 @@ import importlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -277,11 +277,13 @@ def scene(op: str, transport: str, kind: str) -> None:
     ctx.close()
 
 
-def messages(group: Any) -> None:
-    """Each of their kernels, by itself; an error of any kind is a finding, as an edit of theirs has no other cause."""
+def messages(group: Any, reached: Sequence[str]) -> None:
+    """Each of their kernels of those that are ``reached``; an error of any kind is a finding, as an edit has no other cause."""
     kernels = importlib.import_module("test_messages")
     kernels.HALF = True
-    for body in kernels.BODIES if group.rank() == 0 else ():
+    for body, names in kernels.BODIES.items() if group.rank() == 0 else ():
+        if not any(f"messages_{name}_kernel" in reached for name in names):
+            continue
         try:
             body(group)
         except Exception as error:
@@ -429,10 +431,10 @@ def lost(group: Any) -> None:
     env.put("FLUXLIKE_RACECHECK", "1")
 
 
-def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> None:
+def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str, reached: Sequence[str]) -> None:
     """The scenes of the (operation, transport) in ``plan``; ``compiled``: with the branches of the GPU, which are the waits' only.
 
-    ``limit``: seconds of a wait in a kernel; the ranks may take longer to start.
+    ``limit``: seconds of a wait in a kernel; the ranks may take longer to start. ``reached``: the kernels that an edit is in.
     """
     env.put("FLUXLIKE_TOPOLOGY", "ring-3")
     programs.longest_nap = 20e-3  # most ranks wait most of the time, and several mutants share the cores
@@ -454,7 +456,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str) -> 
             continue
         if op == "messages":
             if kind == "close" and not compiled:  # the waits' code for GPUs is judged with the others
-                messages(group)
+                messages(group, reached)
         elif op == "all_reduce":
             collectives(group, transport, kind)
         else:

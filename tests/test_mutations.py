@@ -100,7 +100,8 @@ def judge_once(mutant: Mutant, directory: Path) -> str:
     checks = []
     if not mutant.assembly:
         limit = LONG if why_not(mutant) else SHORT
-        checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, **where))
+        reached = sorted({kernel for kernel, _ in mutant.reached})
+        checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, reached, **where))
     if mutant.compiled_only or mutant.file == "kernels/messages.py":
         checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(to_lint(mutant), **where))
     return next((found for check in checks if (found := check())), "")
@@ -144,11 +145,13 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in KERNELS if not kernel.startswith(tuple(others)))
 
 
-def on_the_heap(pairs: list[tuple[str, str]], compiled: bool, limit: str, timeout: float = 240, **where: Any) -> str:
-    """What the ranks say of a mutant in the scenes of ``pairs``."""
+def on_the_heap(
+    pairs: list[tuple[str, str]], compiled: bool, limit: str, reached: Sequence[str], timeout: float = 240, **where: Any
+) -> str:
+    """What the ranks say of a mutant in the scenes of ``pairs``, which is in the kernels ``reached``."""
     # four programs, so that two of them push the shards of ag_gemm
     environment = {"FLUXLIKE_RACECHECK": "1", "FLUXLIKE_TIMEOUT_S": LONG, "FLUXLIKE_CPU_PROGRAMS": "4"}
-    where |= {"plan": pairs, "compiled": compiled, "limit": limit}
+    where |= {"plan": pairs, "compiled": compiled, "limit": limit, "reached": reached}
     outcomes = run_fresh(on_ranks, RANKS, environment, timeout=timeout, grace=0.3, measure="nothing", **where)
     if all(outcome.ok for outcome in outcomes):
         return ""
@@ -179,7 +182,7 @@ def judge_sources(how: str, directory: Path) -> str:
         # the variants of each are for test_ptx
         reached = [(kernel, mutate_reach.transports(kernel)[0]) for kernel in KERNELS]
         return on_the_lint(reached, module=module, file=str(copied))
-    return on_the_heap(PAIRS, how == "as compiled", WHOLE, timeout=1100, module=module, file=str(source))
+    return on_the_heap(PAIRS, how == "as compiled", WHOLE, KERNELS, timeout=1100, module=module, file=str(source))
 
 
 # the tests
