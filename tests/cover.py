@@ -2,8 +2,8 @@
 
 The C tracer of Python 3.11 cannot leave a module out. So a rank traces the programs of a kernel in the first launch of each variant
 of it (transport, TMA, …) only, and a rank of `ranks.run_fresh` in none unless asked. What a test starts as a program is not
-measured at all, as most of its time is imports, which tracing makes half as long again. From Python 3.12 on coverage can use
-sys.monitoring, which is switched off line by line, and none of this is needed.
+measured at all: tracing makes its imports, most of its time, a fifth longer, and tests of programs up to a half. From Python 3.12
+on coverage can use sys.monitoring, which is switched off line by line, and none of this is needed.
 """
 
 import functools
