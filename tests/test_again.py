@@ -164,6 +164,75 @@ def test_all_reduce():
     run_ranks(all_reduces, 2)
 
 
+def all_reduces_of_lists(group):
+    """Lists that come again, in one launch or several, in place or not; of other sizes, places or ways they are looked at."""
+    forget(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    readable, looks = validate.readable, []
+    validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
+    piece, exchange.PIECE = exchange.PIECE, 4 * exchange.BULK  # of BF16 16384 elements
+    sizes = (40, 5000, 7), (40000, 9), (20, 30, 20000), (3,)
+    try:
+        for algo in ("auto", "one_shot", "two_shot", "bulk"):
+            for some, turn in itertools.product(sizes, range(4)):
+                start = 4 * (turn == 3)  # the first begins at another address
+                memory = [torch.zeros(n + 4, dtype=BF16, device=device()) for n in some]
+                xs = [t[start : start + n] for t, n in zip(memory, some, strict=True)]
+                total = []
+                for i, x in enumerate(xs):
+                    base = torch.arange(len(x)) % 50 + turn + i
+                    x.copy_(base + rank)
+                    total.append(sum(base + other for other in range(size)).double())
+                for given in (xs, tuple(xs)):
+                    ys = fluxlike.all_reduce(given, group, algo=algo)
+                    for y, right in zip(ys, total, strict=True):
+                        same(y, right, f"{algo} {some} {turn}")
+                versions = [x._version for x in xs]
+                assert fluxlike.all_reduce_(xs, group, algo=algo) is xs
+                assert all(x._version > version for x, version in zip(xs, versions, strict=True))
+                for x, right, t in zip(xs, total, memory, strict=True):
+                    same(x, right, f"{algo} {some} {turn} in place")
+                    assert not t[:start].any() and not t[start + len(x) :].any()
+                assert len(looks) == (2 * len(xs) if turn in (0, 3) else 0), (algo, some, turn, looks)
+                looks.clear()
+            xs = [torch.ones(n, dtype=BF16, device=device()) for n in sizes[0]]
+            whole = torch.ones(5047, dtype=BF16, device=device())
+            for wrong in ([whole[:40], whole[40:5040], whole[5030:5037]], [xs[0], xs[1], xs[0][:7]]):
+                with pytest.raises(ValueError, match="overlap in memory"):
+                    fluxlike.all_reduce_(wrong, group, algo=algo)
+            with pytest.raises(ValueError, match="one dtype"):
+                fluxlike.all_reduce_([xs[0], xs[1].float(), xs[2]], group, algo=algo)
+            looks.clear()
+    finally:
+        validate.readable, exchange.PIECE = readable, piece
+
+
+def test_all_reduce_of_lists():
+    run_ranks(all_reduces_of_lists, 2)
+
+
+def large_ones(group):
+    """One tensor of several launches, which come again together."""
+    forget(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    piece, exchange.PIECE = exchange.PIECE, exchange.BULK
+    try:
+        for turn in range(3):
+            base = torch.arange(9000) % 60 + turn
+            x = (base + rank).to(BF16).to(device()).view(90, 100)
+            total = sum(base + other for other in range(size)).double().view(90, 100)
+            same(fluxlike.all_reduce(x, group), total, "a new tensor")
+            same(fluxlike.all_reduce_(x, group), total, "in place")
+    finally:
+        exchange.PIECE = piece
+    ctx = world.current().cached["all_reduce", world.current().control_of(group).name]
+    assert [len(known.plan.made) for known in ctx._again.values()] == [3, 3]
+
+
+def test_large_all_reduce():
+    run_ranks(large_ones, 2)
+
+
 def others(group):
     """The collectives of one trip, of which some take tensors as whole numbers; and what is refused behind a call like it."""
     forget(group)

@@ -10,7 +10,7 @@ from ranks import LARGE_WORLDS, TORCHRUN, device, divided, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce as ops
-from fluxlike.ops import exchange
+from fluxlike.ops import exchange, lists
 from fluxlike.ops.all_reduce import ALGORITHMS
 from fluxlike.ops.exchange import WORDS
 from fluxlike.runtime import dry, programs, world
@@ -57,7 +57,7 @@ def test_sizes(ranks, dtype, algo):
     run_ranks(reduces, ranks, dtype=dtype, algo=algo, sizes=(1, 3, block, 2 * block + 1))
 
 
-def lists(group, algo):
+def of_lists(group, algo):
     rank = dist.get_rank(group)
     sizes = (5, 0, 2 * WORDS, 1, 2 * WORDS + 7)
     for dtype in DTYPES[:2]:
@@ -74,7 +74,7 @@ def lists(group, algo):
 
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_lists(algo):
-    run_ranks(lists, 3, algo=algo)
+    run_ranks(of_lists, 3, algo=algo)
 
 
 def places(group, algo):
@@ -258,23 +258,23 @@ def test_choice(ranks, nbytes, algo):
     assert ops.choose(nbytes, ranks) == algo
 
 
-def test_launches_split_what_is_large():
-    x = torch.arange(10, dtype=torch.float32)
-    pairs = [(x[:3], x[:3]), (x, x)]
-    launches = ops._launches(pairs, 16)
-    pieces = [[piece.tolist() for piece, _ in launch] for launch in launches]
-    assert pieces == [[[0, 1, 2]], [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9]]]
-    assert [len(launch) for launch in ops._launches(pairs, 2 * exchange.BULK)] == [2]
+def test_lists_are_cut_into_launches():
+    spans = lists.cut([3, 10, 1], 4, 16, 4)
+    assert spans == [(0, 0, 0, 3), (1, 1, 0, 4), (1, 1, 4, 8), (1, 2, 8, 1)]
+    x, y, z = torch.arange(3), torch.arange(10), torch.arange(1)
+    pieces = [[piece.tolist() for piece in span.of([x, y, z])] for span in spans]
+    assert pieces == [[[0, 1, 2]], [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9], [0]]]
+    assert [span.places([100, 200, 300], 4) for span in spans] == [[100], [200], [216], [232, 300]]
 
 
 def test_a_small_tensor_counts_as_the_block_that_it_takes():
     """Of memory, and of what is sent."""
-    x = torch.zeros(1)
-    launches = ops._launches([(x, x)] * 5000, exchange.PIECE)
-    assert sum(map(len, launches)) == 5000 and len(launches) == 2
-    for launch in launches:
+    spans = lists.cut([1] * 5000, 4, exchange.PIECE, exchange.BULK)
+    assert [span.first for span in spans] == [0, spans[0].last + 1] and spans[-1].last == 4999
+    for span in spans:
         for algo, block in (("one_shot", 4 * exchange.WORDS), ("two_shot", 4 * exchange.WORDS), ("bulk", exchange.BULK)):
-            assert ops.blocks_of([1] * len(launch), algo, x.dtype, 1) * block <= exchange.PIECE
+            blocks = ops.blocks_of([1] * (span.last - span.first + 1), algo, torch.float32, 1)
+            assert blocks * block <= exchange.PIECE
     with dry.recording((9, 0), 8) as records:
         small = dry.tensor((16,), torch.float32)
         fluxlike.all_reduce([small] * 1000)  # 64 KB, for which one_shot would send 2 MB to each of seven

@@ -5,6 +5,7 @@ An eager model makes the same few calls thousands of times, and few rows take th
 with its plans. What lies elsewhere in each call, an ``out`` above all, is looked at in each call.
 """
 
+import operator
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,29 @@ def signature(tensors: Sequence[torch.Tensor | None], *said: int | None) -> Sign
         if size is not None and type(size) is not int:
             return None
     return Signature((*key, *said), addresses)
+
+
+#: What is asked of each tensor of a list; mapped, as there may be hundreds.
+_address, _elements = torch.Tensor.data_ptr, torch.Tensor.numel
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
+
+
+def signature_of_list(tensors: Any) -> Signature | None:
+    """`signature` of a list, or tuple, of tensors of one dtype that have elements and are contiguous; None of any other.
+
+    Not of their shapes, which such a call does not depend on.
+    """
+    if forward_ad._current_level >= 0 or not isinstance(tensors, (list, tuple)):
+        return None
+    try:
+        addresses, sizes = list(map(_address, tensors)), tuple(map(_elements, tensors))
+        dtypes, devices = set(map(_dtype, tensors)), set(map(_device, tensors))
+        plain = all(map(torch.Tensor.is_contiguous, tensors)) and not any(map(torch.Tensor.is_neg, tensors))
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    if not plain or 0 in addresses or 0 in sizes or len(dtypes) != 1 or len(devices) != 1:
+        return None
+    return Signature((*dtypes, *devices, sizes, tuple([address % ALIGNED for address in addresses])), addresses)
 
 
 def remember(

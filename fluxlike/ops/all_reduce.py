@@ -7,6 +7,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ..kernels.all_reduce import all_reduce_one_shot_kernel
 from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import again, exchange, trees, validate
+from . import again, exchange, lists, trees, validate
 from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
 
@@ -61,7 +62,7 @@ def all_reduce(
         from . import library_collectives
 
         return library_collectives.all_reduce(x, group, op, algo)
-    seen = again.signature((x,)) if isinstance(x, torch.Tensor) else None
+    seen = _signature(x)
     y = _again(seen, x, group, op, algo, in_place=False)
     if y is not None:
         return y
@@ -79,22 +80,26 @@ def all_reduce_(
         from . import library_collectives
 
         return library_collectives.all_reduce_(x, group, op, algo)
-    seen = again.signature((x,)) if isinstance(x, torch.Tensor) else None
+    seen = _signature(x)
     if _again(seen, x, group, op, algo, in_place=True) is not None:
         return x
     xs = _checked(x, op, algo)
     for t in xs:
         validate.contiguous("all_reduce_", t)
-    _apart(xs)
+    _apart(xs, [t.data_ptr() for t in xs])
     _run(xs, xs, group, op, algo, seen)
     increment_version(xs)  # autograd, which may have saved them, does not see what a kernel writes
     return x
 
 
+def _signature(x: Any) -> again.Signature | None:
+    return again.signature((x,)) if isinstance(x, torch.Tensor) else again.signature_of_list(x)
+
+
 def _again(
     seen: again.Signature | None, x: Any, group: dist.ProcessGroup | None, op: str, algo: str, in_place: bool
-) -> torch.Tensor | None:
-    """The result of a call of one tensor that came again; None if nothing is known of such calls."""
+) -> Any:
+    """The result of a call that came again, of one tensor or of a list; None if nothing is known of such calls."""
     if seen is None or type(op) is not str or type(algo) is not str:
         return None
     control = resolve(group)
@@ -103,24 +108,55 @@ def _again(
         if found is None:
             return None
         ctx, known = found
+        if not isinstance(x, torch.Tensor):
+            return _all_again(ctx, known.plan, seen.addresses, x, in_place)
+        if len(known.plan.made) > 1:
+            all_of_it = _all_again(ctx, known.plan, seen.addresses, [x], in_place)
+            return all_of_it and all_of_it[0]
         ys = [x] if in_place else again.results(known, seen, x)
         if ys is None:
             return None
-        call, launch = known.plan
+        ((call, plan, _),) = known.plan.made
         ctx.begin(call)
         with ctx.begun():
-            launch((x, ys[0]))
+            plan.launch((x, ys[0]))
     if in_place:
         increment_version(x)
     return ys[0]
 
 
-def _apart(xs: list[torch.Tensor]) -> None:
-    """No two tensors of a list that is written to have memory in common."""
-    if len(xs) == 1:
-        return
+def _all_again(
+    ctx: ExchangeContext, known: "_Calls", addresses: list[int], xs: Sequence[torch.Tensor], in_place: bool
+) -> Sequence[torch.Tensor] | None:
+    """The results of a list; None if memory for a new one lies as none did before."""
+    ys, to = xs, addresses
+    if in_place:
+        if addresses != known.apart:
+            _apart(xs, addresses)
+            known.apart = addresses
+    else:
+        ys = [x.new_empty(x.shape) for x in xs]
+        to = [y.data_ptr() for y in ys]
+        if any(address % again.ALIGNED for address in to):
+            return None
     itemsize = xs[0].element_size()
-    places = sorted([(t.data_ptr(), n, i) for i, t in enumerate(xs) if (n := t.numel())])
+    for call, plan, span in known.made:
+        ctx.begin(call)
+        with ctx.begun():
+            if plan.table is None:
+                plan.launch((span.of([x.view(-1) for x in xs])[0], span.of([y.view(-1) for y in ys])[0]))
+            else:
+                plan.table.set(span.places(addresses, itemsize) + span.places(to, itemsize))
+                plan.launch((xs[span.first], ys[span.first]))
+    if in_place:
+        increment_version(xs)
+    return ys
+
+
+def _apart(xs: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    """No two tensors of a list that is written to have memory in common."""
+    itemsize = xs[0].element_size()
+    places = sorted([(address, n, i) for i, address in enumerate(addresses) if (n := xs[i].numel())])
     for (start, n, i), (other, _, j) in itertools.pairwise(places):
         if other < start + n * itemsize:
             raise ValueError(
@@ -159,53 +195,57 @@ def _run(
     algo: str,
     seen: again.Signature | None,
 ) -> None:
-    """``seen``: of a call of one tensor, if others like it may follow."""
+    """``seen``: of the call, if others like it may follow."""
     control = resolve(group)
     with control.lock, torch.no_grad():
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:
             said = exchange.recorded(0, xs[0].dtype, op=op, algo=algo)
             exchange.context(KIND, control, "bulk", 1, said).record(**said)
-        elements = sum(x.numel() for x, _ in some)
-        made = [
-            _launch(control, pieces, op, algo, elements)
-            for pieces in _launches(some, trees.PIECE if algo == "trees" else exchange.PIECE)
-        ]
-        # of one launch for one tensor, by other memory than that of trees, with x where the caller has it
-        if seen is not None and len(made) == 1 and algo != "trees" and some[0][0].data_ptr() == seen.addresses[0]:
-            ctx, *planned = made[0]
-            seen = seen._replace(key=(op, algo, xs[0] is ys[0], *seen.key))
-            again.remember(ctx, seen, (), (0, planned), [] if xs[0] is ys[0] else ys)
-
-
-def _launches(pairs: list[Pair], most: int) -> list[list[Pair]]:
-    """Pairs of flat tensors in launches of at most ``most`` bytes; a tensor that is larger goes in several.
-
-    Each takes whole blocks of memory and of what is sent, however small it is: it counts as that many.
-    """
-    launches: list[list[Pair]] = [[]]
-    room = most
-    for x, y in pairs:
-        for start in range(0, x.numel(), elements := most // x.element_size()):
-            piece = x[start : start + elements], y[start : start + elements]
-            nbytes = blocks_of([piece[0].numel()], "bulk", x.dtype, 1) * exchange.BULK
-            if nbytes > room:
-                launches.append([])
-                room = most
-            launches[-1].append(piece)
-            room -= nbytes
-    return [launch for launch in launches if launch]
+            return
+        flat, results = zip(*some, strict=True)
+        sizes = [x.numel() for x in flat]
+        most = trees.PIECE if algo == "trees" else exchange.PIECE
+        contexts, made = [], []
+        for span in lists.cut(sizes, flat[0].element_size(), most, exchange.BULK):
+            pairs = list(zip(span.of(flat), span.of(results), strict=True))
+            ctx, call, plan = _launch(control, pairs, op, algo, sum(sizes))
+            contexts.append(ctx)
+            made.append(_Made(call, plan, span))
+        # trees have other memory; a call has one context, unless that had to grow on the way; and x where the caller has it
+        if seen is None or algo == "trees" or len(set(contexts)) > 1 or [x.data_ptr() for x in xs] != seen.addresses:
+            return
+        in_place = xs[0] is ys[0]
+        seen = seen._replace(key=(op, algo, in_place, *seen.key))
+        again.remember(contexts[0], seen, (), (0, _Calls(made)), [] if in_place else ys)
 
 
 class _Plan(NamedTuple):
     launch: Prepared
-    #: Of a list: the last three parts of the kernel's table.
-    layout: list[int]
+    #: Of several tensors.
+    table: lists.Table | None
+
+
+class _Made(NamedTuple):
+    """A launch of a call, and what of the call's tensors it is for."""
+
+    call: Told
+    plan: _Plan
+    span: lists.Span
+
+
+@dataclass
+class _Calls:
+    """What came of a call."""
+
+    made: list[_Made]
+    #: Addresses of tensors, written in place, that were seen to have no memory in common.
+    apart: list[int] | None = None
 
 
 def _launch(
     control: ControlGroup, pairs: list[Pair], op: str, algo: str, of: int
-) -> tuple[trees.TreeContext | ExchangeContext, Told, Prepared]:
+) -> tuple[trees.TreeContext | ExchangeContext, Told, _Plan]:
     """One launch: of one tensor, or of several. ``of``: elements of the whole call. Returns what it was made of."""
     sizes, dtype = tuple(x.numel() for x, _ in pairs), pairs[0][0].dtype
     said = exchange.recorded(sum(sizes), dtype, op=op, algo=algo)
@@ -232,16 +272,13 @@ def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -
 
 def queue(
     ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool = False
-) -> Prepared:
+) -> _Plan:
     """The launch of a call that has begun, made and returned; ``row``: `blocks_of`."""
     plan = planned(ctx, pairs, algo, op, row, several)
-    x, y = pairs[0]
-    if len(pairs) == 1:
-        plan.launch((x, y))
-    else:
-        words = [t.data_ptr() for t, _ in pairs] + [t.data_ptr() for _, t in pairs] + plan.layout
-        plan.launch((x, y, ctx.table(words)))
-    return plan.launch
+    if plan.table is not None:
+        plan.table.set([x.data_ptr() for x, _ in pairs] + [y.data_ptr() for _, y in pairs])
+    plan.launch(pairs[0])
+    return plan
 
 
 def planned(
@@ -264,31 +301,24 @@ def _plan(
 ) -> _Plan:  # fmt: skip
     """``row``: blocks of all tensors, or of each rank's part of them."""
     x, y = pairs[0]
-    layout, table = [], None
+    table = words = None
     if len(pairs) > 1:
-        layout = _layout([x.numel() for x, _ in pairs], elements, row if algo in ("one_shot", "trees") else row * ctx.size)
-        table = ctx.lasting(2 * len(pairs) + len(layout), dtype=torch.int64)
+        blocks = row if algo in ("one_shot", "trees") else row * ctx.size
+        table = ctx.table(len(pairs), lists.layout([x.numel() for x, _ in pairs], elements, blocks))
+        words = table.words
     if isinstance(ctx, trees.TreeContext):
-        return _Plan(ctx.prepared(x, y, several, row, op, vector, len(pairs), table), layout)
+        return _Plan(ctx.prepared(x, y, several, row, op, vector, len(pairs), words), table)
     if algo != "one_shot":
         chunk = row * elements
         parts = Parts(x.numel(), chunk, chunk, row)
         way = "bulk" if algo == "bulk" else "words"
-        return _Plan(ctx.prepared(way, x, y, parts, op, vector, tensors=len(pairs), table=table), layout)
+        return _Plan(ctx.prepared(way, x, y, parts, op, vector, tensors=len(pairs), table=words), table)
     constants: dict[str, Any] = dict(R=ctx.size, OP=OPS[op], MANY=table is not None, VEC=vector, MOST=MOST)
     constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
     sizes = (len(pairs), x.numel(), row, ctx.words, ctx.offsets["slots"], ctx.rank)
-    args = (x, y, ctx.ctl if table is None else table, ctx.epochs, ctx.ctl, *sizes)
-    varying = (0, 1) if table is None else (0, 1, 2)
+    args = (x, y, ctx.ctl if words is None else words, ctx.epochs, ctx.ctl, *sizes)
     programs = ctx.programs(row, OF_WORDS.over)
-    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, varying), layout)
-
-
-def _layout(sizes: Sequence[int], elements: int, blocks: int) -> list[int]:
-    """Elements of each tensor, then of each block its tensor, then its first element there; blocks behind all are empty."""
-    places = [(number, first) for number, size in enumerate(sizes) for first in range(0, size, elements)]
-    places += [(0, cdiv(sizes[0], elements) * elements)] * (blocks - len(places))
-    return [*sizes, *[number for number, _ in places], *[first for _, first in places]]
+    return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, (0, 1)), table)
 
 
 def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:

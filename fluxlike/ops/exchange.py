@@ -12,7 +12,7 @@ from ..kernels import elements, exchange
 from ..kernels.tiles import cdiv
 from ..kernels.words import EMPTY
 from ..runtime.control import ControlGroup
-from . import tiling
+from . import lists, tiling
 from .group import GroupContext, Prepared
 from .keeping import kept
 
@@ -75,19 +75,17 @@ class EpochContext(GroupContext):
         super().__init__(op, control, regions)
         self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
         self.epochs = self.lasting(MOST, dtype=torch.int64, make=torch.zeros)
-        #: Tables of lists in CUDA graphs, which copy them to the GPU each time.
+        #: Tables of lists in CUDA graphs, and the addresses that these copy there.
         self._captured: list[torch.Tensor] = []
 
     def programs(self, tiles: int, over: int = OVER) -> int:
         """Programs of a launch over so many blocks."""
         return max(1, min(MOST, over * self.world.executor.programs, tiles))
 
-    def table(self, words: list[int]) -> torch.Tensor:
-        """Words for a kernel, on the device once it runs."""
-        table, kept = self.world.executor.upload(words)
-        if self.world.executor.is_capturing():
-            self._captured.append(kept)
-        return table
+    def table(self, tensors: int, stays: list[int]) -> lists.Table:
+        """The table of a launch over a list of so many."""
+        words = self.lasting(2 * tensors + len(stays), dtype=torch.int64)
+        return lists.Table(self.world.executor, words, stays, self._captured)
 
 
 class ExchangeContext(EpochContext):
@@ -132,7 +130,7 @@ class ExchangeContext(EpochContext):
                 constants |= dict(maxnreg=tiling.registers(OF_WORDS.warps, OF_WORDS.over))
         compiled = OF_BULK if algo == "bulk" else OF_WORDS
         programs = self.programs(parts.blocks, compiled.over)
-        return self.prepare(kernel, programs, args, constants, compiled, (0, 1) if table is None else (0, 1, 2))
+        return self.prepare(kernel, programs, args, constants, compiled, (0, 1))
 
 
 def context(kind: Kind, control: ControlGroup, algo: str, blocks: int, said: dict[str, Any]) -> ExchangeContext:

@@ -63,8 +63,7 @@ class TreeContext(EpochContext):
         args += (self.results.view(x.dtype), self.flags, self.epochs, self.ctl)
         args += (len(self.plans[several]), tensors, x.numel(), blocks, self.blocks, self.rank)
         half = max(1, min(MOST, self.world.executor.programs) // 2)
-        varying = (0, 1) if table is None else (0, 1, 2)
-        return self.prepare(all_reduce_trees_kernel, 2 * min(half, blocks), args, constants, OF_BULK, varying)
+        return self.prepare(all_reduce_trees_kernel, 2 * min(half, blocks), args, constants, OF_BULK, (0, 1))
 
 
 def context(control: ControlGroup, blocks: int, said: dict[str, Any]) -> TreeContext:

@@ -169,10 +169,11 @@ class CpuExecutor:
     def report(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64, device=self.device)
 
-    def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 words as a tensor that a kernel reads, and the memory that they come from."""
-        table = torch.tensor(words, dtype=torch.int64, device=self.device)
-        return table, table
+    def fill(self, table: torch.Tensor, words: list[int]) -> torch.Tensor:
+        """Copy int64 words to the front of ``table``. Returns the memory that they come from."""
+        given = torch.tensor(words, dtype=torch.int64, device=self.device)
+        table[: len(words)] = given
+        return given
 
     def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:
         """What ``t`` holds now, as the host gets it once it asks."""

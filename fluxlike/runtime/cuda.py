@@ -301,10 +301,12 @@ class CudaExecutor:
         """Host memory that a kernel can write and the host can read without synchronising."""
         return torch.zeros(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def upload(self, words: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 words as a tensor that a kernel reads, and the memory that they come from: a graph copies them in each replay."""
-        pinned = torch.tensor(words, dtype=torch.int64, device="cpu").pin_memory()
-        return pinned.to(self.device, non_blocking=True), pinned
+    def fill(self, table: torch.Tensor, words: list[int]) -> torch.Tensor:
+        """Copy int64 words to the front of ``table``, behind all that the current stream holds. Returns the memory that they come
+        from, which a graph copies in each replay."""
+        pinned = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=True)
+        table[: len(words)].copy_(pinned, non_blocking=True)
+        return pinned
 
     def read_later(self, t: torch.Tensor) -> Callable[[], list[Any]]:
         """What ``t`` holds behind what the current stream holds now, as the host gets it once it asks, and only then waits."""
