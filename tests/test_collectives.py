@@ -289,7 +289,5 @@ def test_no_race(ranks):
 
 
 def test_choice():
-    assert [exchange.choose(nbytes, 4) for nbytes in (1 << 10, 1 << 20, 1 << 23)] == ["words", "words", "bulk"]
-    assert exchange.choose(exchange.few(8) + 1, 8) == "bulk"
     times = [exchange.seconds(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 18, 1 << 20)]
     assert times == sorted(times) and times[0] == pytest.approx(exchange.START + exchange.TRIP, rel=0.01)

@@ -19,15 +19,17 @@ from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import again, exchange, lists, trees, validate
-from .exchange import MOST, OF_WORDS, OPS, RATE, SIGNAL, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
+from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 KIND = Kind("all_reduce", scatter=True, gather=True)
 ALGORITHMS = ("one_shot", "two_shot", "bulk")
-#: Bytes beyond which auto spares the memory of one_shot, which two ranks would always take: a row of all bytes for each rank.
-ONE_SHOT = 16 << 20
+#: Those of auto: bulk was slower than two_shot at every size (docs/measured/2026-11-26-exchange.md).
+AUTO = ALGORITHMS[:2]
+#: Bytes beyond which auto takes no one_shot. Two ranks send as much either way, but two_shot receives while it sends.
+ONE_SHOT = 2 << 20
 
 
 def all_reduce(
@@ -40,8 +42,8 @@ def all_reduce(
             list of such tensors of one dtype: they are reduced by one launch, where they lie.
         group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it).
         algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes),
-            "bulk" (the same with signals beside the data, for large tensors), or "auto", the one of these that is expected to be
-            fastest; or "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
+            "bulk" (the same with signals beside the data), or "auto", the one of the first two that is expected to be faster; or
+            "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
             FLUXLIKE_TOPOLOGY or, without it, for this machine; one up to FLUXLIKE_TREE_ARRAY_BOUND elements, beyond one for each
             rank. The ranks agree on the plan when they first use it, and keep it. All ranks must name the same, as with op.
 
@@ -327,9 +329,9 @@ def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int,
         return 1, 1
     rows = dict.fromkeys(ALGORITHMS, 1)
     most = min(elements, exchange.PIECE // dtype.itemsize)
-    for name in ALGORITHMS if algo == "auto" else (algo,):
+    for name in AUTO if algo == "auto" else (algo,):
         # the algorithms follow each other as sizes grow, so each needs most where the next one begins
-        after = ALGORITHMS[ALGORITHMS.index(name) + 1 :]
+        after = AUTO[AUTO.index(name) + 1 :] if algo == "auto" else ()
         last = bisect.bisect_left(range(most), True, key=lambda n: choose((n + 1) * dtype.itemsize, ranks) in after)
         largest = most if algo == name else last
         rows[name] = max(1, blocks_of([largest], name, dtype, ranks))
@@ -339,10 +341,5 @@ def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int,
 def choose(nbytes: int, ranks: int) -> str:
     """The algorithm that is expected to be fastest for ``nbytes``."""
     part = nbytes * (ranks - 1) / ranks
-    some = ALGORITHMS if nbytes <= ONE_SHOT else ALGORITHMS[1:]
-    seconds = {
-        "one_shot": TRIP + part * ranks / WORD_RATE,
-        "two_shot": 2 * TRIP + 2 * part / WORD_RATE,
-        "bulk": 2 * (TRIP + SIGNAL) + 2 * part / RATE,
-    }
-    return min(some, key=lambda algo: seconds[algo])
+    one_shot, two_shot = TRIP + part * ranks / WORD_RATE, 2 * TRIP + 2 * part / WORD_RATE
+    return "one_shot" if nbytes <= ONE_SHOT and one_shot <= two_shot else "two_shot"

@@ -3,8 +3,8 @@
 Read with `kernels/exchange.py`, which holds the protocol. What they have in common:
 
 group: the ranks; those given to init if None. ``algo``: "words" (whose bits say that they have come, so nothing else is signalled;
-for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for large tensors, and
-for any dtype), or "auto", the one that is expected to be faster.
+for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for any dtype), or
+"auto": words where they can be, as these are faster at every size (docs/measured/2026-11-26-exchange.md).
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
@@ -241,8 +241,8 @@ def _run(
     """
     said = exchange.recorded(n, x.dtype, algo=algo)
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
-    if algo == "auto" and x.dtype not in DTYPES:  # for which there are no words
-        algo = "bulk"
+    if algo == "auto":
+        algo = "words" if x.dtype in DTYPES else "bulk"
     given, result, nbytes = x, y, x.element_size()
     x, y = x.view(-1), y.view(-1)
     if kind.gather:
@@ -250,8 +250,6 @@ def _run(
     itemsize = x.element_size()
     n, chunk = n * nbytes // itemsize, chunk * nbytes // itemsize
     width = n if kind.rooted else chunk
-    if algo == "auto":
-        algo = exchange.choose(width * itemsize, control.size)
     call, made = told(algo, **said), []
     with control.lock:
         if n == 0:

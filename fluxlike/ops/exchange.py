@@ -23,9 +23,9 @@ WORDS, BULK = 512, 8 << 10
 MOST, OVER = 512, 2
 #: Bytes of payload in all parts that one launch takes at most; more go in several.
 PIECE = 32 << 20
-#: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes,
-#: in bulk and in words. Fitted to all_reduce on four H200s (docs/measured/2026-11-22-all_reduce-R4.md).
-START, TRIP, SIGNAL, RATE, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 350e9, 330e9
+#: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes, in
+#: words. Fitted to all_reduce on four H200s (docs/measured/2026-11-22-all_reduce-R4.md).
+START, TRIP, SIGNAL, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 330e9
 
 
 class Kind(NamedTuple):
@@ -158,20 +158,9 @@ def listed(sizes: tuple[int, ...]) -> str:
     return text if len(text) <= 40 else f"{text[:30]}..{zlib.crc32(text.encode()):08x}"
 
 
-def choose(nbytes: int, ranks: int) -> str:
-    """"words" or "bulk", what is expected to be faster for parts of ``nbytes``: words take longer each, and bulk a signal."""
-    return "words" if nbytes <= few(ranks) else "bulk"
-
-
-def few(ranks: int) -> int:
-    """Bytes of a part up to which words are faster: what they take longer is no more than the signal."""
-    return int(SIGNAL / (1 / WORD_RATE - 1 / RATE) / max(ranks - 1, 1))
-
-
 def seconds(nbytes: int, ranks: int) -> float:
-    """What one trip of parts of ``nbytes`` is expected to take, with its launch."""
-    wire = nbytes * (ranks - 1)
-    return START + TRIP + (wire / WORD_RATE if choose(nbytes, ranks) == "words" else SIGNAL + wire / RATE)
+    """What one trip of parts of ``nbytes``, in words, is expected to take, with its launch."""
+    return START + TRIP + nbytes * (ranks - 1) / WORD_RATE
 
 
 def pieces(n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:

@@ -39,10 +39,8 @@ LIMIT = 16 << 20
 def memory(op: str, control: ControlGroup, nbytes: int) -> ExchangeContext:
     """What the exchanges of calls need whose parts have up to ``nbytes``; larger ones go in pieces. Collective."""
     part = min(nbytes, exchange.PIECE // control.size)
-    words = min(part, exchange.few(control.size))
-    bulk = part if exchange.choose(nbytes, control.size) == "bulk" else 1
     kind = Kind(op, scatter=op == "gemm_rs", gather=op == "ag_gemm")
-    return ExchangeContext(kind, control, max(1, cdiv(words, exchange.WORDS * 4)), cdiv(bulk, exchange.BULK))
+    return ExchangeContext(kind, control, max(1, cdiv(part, exchange.WORDS * 4)), 1)
 
 
 class Plan(NamedTuple):
@@ -66,9 +64,8 @@ def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **
     assert ctx.exchange is not None
     x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
     x, y, width, itemsize = x.view(-1), y.view(-1), full * columns, ctx.dtype.itemsize
-    way = exchange.choose(width * itemsize, ctx.size)
-    pieces = exchange.pieces(m * columns, width, width, way, itemsize, ctx.size)
-    launches = [(start, exchange.launch_for(ctx.exchange, way, x[start:], y[start:], parts, "sum")) for start, parts in pieces]
+    pieces = exchange.pieces(m * columns, width, width, "words", itemsize, ctx.size)
+    launches = [(start, exchange.launch_for(ctx.exchange, "words", x[start:], y[start:], parts, "sum")) for start, parts in pieces]
     return Plan(scratch, full, launches, call)
 
 

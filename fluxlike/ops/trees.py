@@ -19,6 +19,8 @@ from .keeping import kept
 
 #: Bytes of payload that one launch takes at most: each rank has room for them and, in fp32, for those of its children.
 PIECE = 4 << 20
+#: With what the key of the context begins that `keeping.kept` has.
+KEPT_AS = "all_reduce over trees"
 
 
 class TreeContext(EpochContext):
@@ -73,7 +75,7 @@ def context(control: ControlGroup, blocks: int, said: dict[str, Any]) -> TreeCon
         control.agree("fluxlike.all_reduce", [f"{name}={value}" for name, value in said.items()])
         return TreeContext(control, **wanted)
 
-    return kept(("all_reduce over trees", control.name), control, {"blocks": blocks}, make, 1 << 31)
+    return kept((KEPT_AS, control.name), control, {"blocks": blocks}, make, 1 << 31)
 
 
 def agreed(control: ControlGroup) -> tuple[tuple[list[Tree], list[Tree]], int]:

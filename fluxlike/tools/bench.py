@@ -52,7 +52,7 @@ from ..ops import tuning
 from ..ops.context import check_arguments
 from ..runtime import world
 from ..runtime.errors import PeerTimeout
-from . import bench_records, bench_report, command
+from . import bench_collectives, bench_records, bench_report, command
 from .bench_bursts import Bursts
 from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
@@ -60,7 +60,8 @@ from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
 from .bench_sparse import SparseAllReduce
 
-KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, "sparse_all_reduce": SparseAllReduce}
+KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, **bench_collectives.KINDS}
+KINDS["sparse_all_reduce"] = SparseAllReduce
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
 ROUNDS = 7
@@ -267,7 +268,7 @@ class Bench:
         call = method.call
         assert call is not None
 
-        def captured() -> torch.Tensor:
+        def captured() -> Any:
             graph = torch.cuda.CUDAGraph()
             method.graph = graph
             with torch.cuda.graph(graph):
@@ -282,15 +283,16 @@ class Bench:
         spoil = method.spoil
 
         def spoil_both() -> None:
-            result.fill_(math.nan)
+            if result is not None:  # of reduce only root has one
+                result.fill_(math.nan)
             if spoil is not None:  # behind it, as it gives back what is computed in place
                 spoil()
 
         method.spoil = spoil_both
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             graph.replay()
-            return result  # type: ignore[no-any-return]
+            return result
 
         method.call = replay
 

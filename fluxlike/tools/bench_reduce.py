@@ -11,7 +11,7 @@ T* is that at the rate of the wire.
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import fluxlike
 
+from ..ops import trees
 from ..ops.all_reduce import ALGORITHMS, KIND
-from ..ops.exchange import ExchangeContext
+from ..ops.exchange import EpochContext
 from ..runtime import world
 from . import bench_report
 from .bench_peers import Peers
@@ -78,6 +79,8 @@ class Report(bench_report.Report):
     """All sizes of one mode."""
 
     PEERS: ClassVar[tuple[str, ...]] = PEERS
+    #: What auto chooses from.
+    FIXED: ClassVar[tuple[str, ...]] = ALGORITHMS
 
     def moved(self, size: Any) -> float:
         """Bytes that a rank must send."""
@@ -125,7 +128,7 @@ class Report(bench_report.Report):
         chosen: dict[str, float] = {}
         for result in self.results:
             times = self.times(result)
-            auto, fixed = times.get("auto"), [ms for name in ALGORITHMS if (ms := times.get(name)) is not None]
+            auto, fixed = times.get("auto"), [ms for name in self.FIXED if (ms := times.get(name)) is not None]
             if auto is not None and fixed:
                 chosen[str(result.shape)] = auto / min(fixed)
         lines = []
@@ -133,7 +136,7 @@ class Report(bench_report.Report):
             worst = min(against, key=lambda size: against[size])
             ahead = sum(ratio >= TOLERATED for ratio in against.values())
             lines.append(
-                f"auto against the best of {', '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {len(against)} sizes, "
+                f"auto against the best of {', '.join(self.PEERS)}: at least {TOLERATED}× on {ahead} of {len(against)} sizes, "
                 f"worst {against[worst]:.2f}× at {worst}"
             )
         if chosen:
@@ -155,7 +158,7 @@ class Report(bench_report.Report):
         for method in [row.method for row in self.results[0].rows]:
             points = [(result.shape.nbytes, ms * 1e3) for result in self.results if (ms := self.times(result).get(method))]
             if points:
-                axes.plot(*zip(*points, strict=True), "--s" if method in PEERS else "-o", markersize=3, label=method)  # type: ignore[misc]
+                axes.plot(*zip(*points, strict=True), "--s" if method in self.PEERS else "-o", markersize=3, label=method)  # type: ignore[misc]
         sizes = [result.shape for result in self.results]
         axes.plot([s.nbytes for s in sizes], [(self.limit(r) or 0) * 1e3 for r in self.results], "k:", label="limit T*")
         axes.set_xscale("log", base=2)
@@ -176,6 +179,7 @@ class AllReduce(Problem):
     OURS: ClassVar[tuple[str, ...]] = (*ALGORITHMS, "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = PEERS
     ON_CPUS: ClassVar[tuple[str, ...]] = ("torch",)
+    ON_REQUEST: ClassVar[tuple[str, ...]] = ("trees",)
     UNBOUNDED: ClassVar[tuple[str, ...]] = PEERS
     #: Methods whose every call adds up again what the last one has left.
     IN_PLACE: ClassVar[tuple[str, ...]] = PEERS
@@ -222,7 +226,7 @@ class AllReduce(Problem):
         torch.full_like(self.x, math.nan)
 
     def know_torch(self) -> None:
-        self.out.copy_(self.x)
+        self.spoil()
         super().know_torch()
 
     def run_torch(self) -> torch.Tensor:
@@ -257,18 +261,20 @@ class AllReduce(Problem):
 
 
 class Algorithm:
-    """One of our algorithms, in the form of the contexts of the other operations."""
+    """One of our algorithms, in the form of the contexts of the other operations. ``run``: makes the call; ``op``: which it is."""
 
-    def __init__(self, x: torch.Tensor, algo: str) -> None:
-        self.x, self.algo = x, algo
+    def __init__(
+        self, x: torch.Tensor, algo: str, op: str = KIND.name, run: Callable[[torch.Tensor, str], Any] | None = None
+    ) -> None:
+        self.x, self.algo, self.op, self._run = x, algo, op, run or _all_reduce
 
-    def reduce(self) -> torch.Tensor:
-        return fluxlike.all_reduce(self.x, algo=self.algo)  # type: ignore[no-any-return]
+    def reduce(self) -> Any:
+        return self._run(self.x, self.algo)
 
     @property
     def last_path(self) -> str:
         this = world.current()  # others may be open, too, that graphs hold
-        kept = this.cached.get((KIND.name, this.control.name))
+        kept = this.cached.get((trees.KEPT_AS if self.algo == "trees" else self.op, this.control.name))
         return "" if kept is None else str(kept.last_path)
 
     def check(self) -> None:
@@ -279,5 +285,9 @@ class Algorithm:
         """The memory stays for other calls."""
 
     @staticmethod
-    def _contexts() -> list[ExchangeContext]:
-        return [context for context in world.current().contexts if isinstance(context, ExchangeContext)]
+    def _contexts() -> list[EpochContext]:
+        return [context for context in world.current().contexts if isinstance(context, EpochContext)]
+
+
+def _all_reduce(x: torch.Tensor, algo: str) -> Any:
+    return fluxlike.all_reduce(x, algo=algo)

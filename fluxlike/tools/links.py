@@ -27,6 +27,7 @@ import torch
 
 import fluxlike
 
+from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
 from ..topology import LinkMatrix, Tree, current, plan_trees
@@ -85,7 +86,7 @@ def on_paper(matrix: LinkMatrix, algo: str, nbytes: float, itemsize: int, plan: 
 def forget_trees() -> None:
     """The next call over trees makes its plan anew. Collective."""
     this = world.current()
-    context = this.cached.pop(("all_reduce over trees", this.control.name), None)
+    context = this.cached.pop((trees.KEPT_AS, this.control.name), None)
     if context is not None:
         context.close()
 
