@@ -187,7 +187,7 @@ def test_named_suites():
     assert Shape(8192, 4096, 14336) in eight["gemm_rs"] and Shape(8192, 49152, 12288) in eight["ag_gemm"]
     assert [s.m for s in decode["gemm_rs"]] == [16, 64, 256, 512] == [s.m for s in decode["ag_gemm"]]
     for name, suite in bench_problems.SUITES.items():
-        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - {"all_reduce", "gemm_ar", "sparse_all_reduce"}
+        assert set(suite) == set(bench_problems.PROBLEMS) == {"gemm_rs", "ag_gemm"} <= set(bench.KINDS)
         for op, shapes in suite.items():
             assert len(set(shapes)) == len(shapes)
             for world in (1, 2, 4, 8):
@@ -195,7 +195,10 @@ def test_named_suites():
 
 
 def test_what_cannot_be_split():
-    rs, ag, ar, reduce, sparse = bench.KINDS.values()
+    rs, ag, ar, reduce, sparse, part = (
+        bench.KINDS[op] for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "sparse_all_reduce", "all_gather")
+    )
+    assert part.unfit(Size(24), 3) is None and part.unfit(Size(24), 4) == "24 bytes are no multiple of 4 for each rank"
     assert sparse.unfit(None, 7) is None
     assert ar.unfit(Shape(15, 5, 16), 4) is None and ar.unfit(Shape(16, 16, 10), 4) == "R=4 does not divide K=10"
     assert rs.unfit(Shape(16, 5, 16), 4) is None
@@ -212,6 +215,16 @@ def test_sizes():
         with pytest.raises(ValueError, match=re.escape(repr(text.split(",")[-1]))):
             parse_sizes(text)
     assert bench_reduce.SIZES["sweep"][0] == Size(1 << 10) and bench_reduce.SIZES["sweep"][-1] == Size(256 << 20)
+
+
+@pytest.mark.parametrize(("op", "least"), (("reduce_scatter", 0.75), ("all_gather", 0.75), ("reduce", 1.0), ("broadcast", 1.0)))
+def test_what_collectives_move(op, least):
+    times = {"torch": 2.0, "words": 1.0, "bulk": 1.5, "auto": 1.5}
+    rows = [Row(name, rounds_ms=[ms]) for name, ms in times.items()]
+    report = bench.KINDS[op].REPORT(op, "custom", 4, "graph", "bfloat16", 2, {}, {}, [Result(Size(1 << 30), rows)])
+    reached = report.derived(report.results[0])
+    assert reached["words"].bus_gb_s == pytest.approx(least * (1 << 30) / 1e6) and reached["words"].speedup == 2.0
+    assert "worst 1.33× at 1 GB" in report.compared()[0] and "worst 1.50× at 1 GB" in report.compared()[1]
 
 
 def test_bursts():
@@ -276,6 +289,9 @@ def test_defaults():
     assert reduce.shapes == [Size(4096), Size(1 << 20)]
     assert bench.parse(["all_reduce"], cuda=False).methods == ["torch", "one_shot", "two_shot", "bulk", "auto"]
     assert bench.parse(["all_reduce", "--suite", "sweep"], cuda=True).suite == "sweep"
+    assert bench.parse(["all_reduce", "--methods", "trees,auto"], cuda=True).methods == ["auto", "trees"]
+    for op in ("reduce_scatter", "all_gather", "reduce", "broadcast"):
+        assert bench.parse([op], cuda=True).methods == bench.parse([op], cuda=False).methods == ["torch", "words", "bulk", "auto"]
     bursts = bench.parse(["all_reduce", "--suite", "resnet50"], cuda=True)
     assert bursts.methods == ["torch", "torch_coalesced", "each", "list"]
     assert bench.parse(["all_reduce", "--suite", "resnet50-toy", "--methods", "list"], cuda=False).methods == ["list"]

@@ -29,7 +29,7 @@ pytest.importorskip("rich")
 from fluxlike.ops import validate
 from fluxlike.ops.all_reduce import KIND
 from fluxlike.runtime import world
-from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce
+from fluxlike.tools import bench, bench_bursts, bench_collectives, bench_problems, bench_reduce
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed, Lost, Peers
 from fluxlike.tools.bench_reduce import Algorithm, Size
@@ -208,6 +208,34 @@ def test_nobody_passes_with_the_sum_of_the_one_before():
     for found, bad in values(ranks.run_fresh(run_shape, 2, argv=["all_reduce"], sabotage=nothing_reduced, shape=Size(4096))):
         rows = found["eager"]
         assert bad and {rows[name].status for name in bench_reduce.AllReduce.OURS} == {"WRONG"} and rows["torch"].status == "ok"
+
+
+def every_collective(group):
+    """Each of them timed as on GPUs; and when ours write nothing, or reduce returns something where there is nothing."""
+    fluxlike.init(heap="shm")
+    device, honest = torch.device("cpu"), {op: getattr(fluxlike, op) for op in bench_collectives.KINDS}
+    rows = {"reduce_scatter": lambda n: n // group.size(), "all_gather": lambda n: n * group.size()}
+    for op in honest:
+        run = bench.Bench(bench.parse([op, "--rounds", "1"], False), Peers(), device)
+        elements = rows.get(op, int)
+        setattr(fluxlike, op, lambda x, *root, algo, n=elements: torch.empty(n(x.numel()), dtype=x.dtype))
+        found = {row.method: row.status for row in run.shape(Size(4096))["eager"].rows}
+        assert run.bad and found == dict.fromkeys(("words", "bulk", "auto"), "WRONG") | {"torch": "ok"}, (op, found)
+        setattr(fluxlike, op, honest[op])
+    FakeCuda.install()
+    for op in honest:
+        run = bench.Bench(bench.parse([op, "--rounds", "2", "--iters", "2"], True), Peers(), device)
+        run.cuda, run.rounds = True, 2
+        for mode, result in run.shape(Size(4096)).items():
+            for row in result.rows:
+                assert row.status == "ok" and len(row.rounds_ms) == 2 and row.error <= row.allowed, (op, mode, row)
+                assert row.path == {"torch": "", "auto": "words"}.get(row.method, row.method), (op, mode, row)
+        assert not run.bad
+    fluxlike.finalize()
+
+
+def test_collectives():
+    values(ranks.run_fresh(every_collective, 2, timeout=120))
 
 
 def test_no_key_hides_behind_the_others():
@@ -434,10 +462,11 @@ def test_toy_sizes(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_sizes_on_gpus():
+@pytest.mark.parametrize("op", ("all_reduce", *bench_collectives.KINDS))
+def test_sizes_on_gpus(op):
     if ranks.RANKS_PER_GPU > 1:
         pytest.skip("torch's symmetric memory refuses two ranks on one GPU")
-    argv = ["all_reduce", "--eager", "--graph", "--rounds", "2"]
+    argv = [op, "--eager", "--graph", "--rounds", "2"]
     world = int(os.environ.get("WORLD_SIZE", ranks.POOL_SIZE))
     for found, bad in ranks.run_ranks(run_on_gpus, world, makes_groups=True, argv=argv, shape=Size(256 << 10)):
         assert not bad

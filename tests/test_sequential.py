@@ -28,10 +28,10 @@ def contexts(group, dtype=torch.float32):
         yield rs, ag
 
 
-def in_pieces(group, way):
-    """Exchanges too large for one launch: of words, each trip a part of the block that a launch takes at most; of bulk."""
-    size, piece, few = dist.get_world_size(group), exchange.PIECE, exchange.few
-    exchange.PIECE, exchange.few = size * 1024, lambda ranks: 1 << 30 if way == "words" else 0
+def in_pieces(group):
+    """Exchanges too large for one launch, each trip a part of the block that a launch takes at most."""
+    size, piece = dist.get_world_size(group), exchange.PIECE
+    exchange.PIECE = size * 1024
     try:
         with contexts(group) as (rs, ag):
             for ctx, columns in ((rs, N), (ag, K)):
@@ -39,18 +39,17 @@ def in_pieces(group, way):
                 x, w, _ = case.inputs(ctx.rank)
                 for _ in range(3):
                     y = fluxlike.gemm_rs(x, w, rs) if ctx is rs else fluxlike.ag_gemm(x, w, ag, m=M)
-                same(y, case.expected(ctx.rank) if ctx is rs else case.whole()[1][ctx.rank], f"{ctx.op} in pieces, {way}")
+                same(y, case.expected(ctx.rank) if ctx is rs else case.whole()[1][ctx.rank], f"{ctx.op} in pieces")
                 of_a_part = -(-M // size) * columns * 4
-                launches = -(-of_a_part // (exchange.BULK if way == "bulk" else 4 * exchange.WORDS))
+                launches = -(-of_a_part // (4 * exchange.WORDS))
                 assert ctx.stats["launches"] == 3 * launches and launches > 1 and ctx.last_path == "sequential/torch"
                 assert ctx.stats["products"] == 3 and ctx.stats["calls"] == 3
     finally:
-        exchange.PIECE, exchange.few = piece, few
+        exchange.PIECE = piece
 
 
-@pytest.mark.parametrize("way", ("words", "bulk"))
-def test_in_pieces(way):
-    run_ranks(in_pieces, 2, way=way)
+def test_in_pieces():
+    run_ranks(in_pieces, 2)
 
 
 def rounded(group, dtype):
