@@ -156,20 +156,16 @@ def call(
     outs = validate.listed_out(out, weight)
     seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
     with control.lock:
-        if control.spans:
-            found = again.find(nodes.NodesContext, ctx, group, control, seen, "ag_gemm")
-        else:
-            found = again.find(AGGemmContext, ctx, group, control, seen)
-        if seen is not None and found is not None:
-            made, known = found
-            results = again.results(known, seen, x_shard, outs)
-            if results is not None:
-                gathered = results.pop() if return_gathered else None
-                if control.spans:
-                    nodes.make_ag_gemm(made, x_shard, weights, biases, results, gathered, n)
-                else:
-                    _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
-                return _returned(weight, results, gathered)
+        kind, by = (nodes.NodesContext, "ag_gemm") if control.spans else (AGGemmContext, AGGemmContext)
+        found = again.find(kind, by, ctx, group, control, seen, x_shard, outs)
+        if found is not None:
+            made, known, results = found
+            gathered = results.pop() if return_gathered else None
+            if control.spans:
+                nodes.make_ag_gemm(made, x_shard, weights, biases, results, gathered, n)
+            else:
+                _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
+            return _returned(weight, results, gathered)
     weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
     k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
     validate.whole("ag_gemm", "n", n, columns)

@@ -137,7 +137,7 @@ def _all_again(
             _apart(xs, addresses)
             known.apart = addresses
     else:
-        ys = [x.new_empty(x.shape) for x in xs]
+        ys = [torch.empty_like(x) for x in xs]  # which are contiguous
         to = [y.data_ptr() for y in ys]
         if any(address % again.ALIGNED for address in to):
             return None

@@ -108,13 +108,11 @@ def call(
     control = resolve(group) if ctx is None else ctx.control
     seen = again.signature((x, weight, bias, out))
     with control.lock:
-        found = again.find(GemmARContext, ctx, group, control, seen)
-        if seen is not None and found is not None:
-            made, known = found
-            results = again.results(known, seen, x, () if out is None else (out,))
-            if results is not None:
-                _make(made, known.plan, x, weight, bias, results[0])
-                return results[0]
+        found = again.find(GemmARContext, GemmARContext, ctx, group, control, seen, x, () if out is None else (out,))
+        if found is not None:
+            made, known, (y,) = found
+            _make(made, known.plan, x, weight, bias, y)
+            return y
     validate.operands("gemm_ar", x, weight, bias)
     m, n = x.shape[0], weight.shape[0]
     with control.lock:

@@ -155,19 +155,15 @@ def call(
     control = resolve(group) if ctx is None else ctx.control
     seen = again.signature((x, weight, bias, out), k)
     with control.lock:
-        if control.spans:
-            found = again.find(nodes.NodesContext, ctx, group, control, seen, "gemm_rs")
-        else:
-            found = again.find(GemmRSContext, ctx, group, control, seen)
-        if seen is not None and found is not None:
-            made, known = found
-            results = again.results(known, seen, x, () if out is None else (out,))
-            if results is not None:
-                if control.spans:
-                    nodes.make_gemm_rs(made, x, weight, bias, results[0], k)
-                else:
-                    _make(made, known.number, known.plan, x, weight, bias, results[0])
-                return results[0]
+        kind, by = (nodes.NodesContext, "gemm_rs") if control.spans else (GemmRSContext, GemmRSContext)
+        found = again.find(kind, by, ctx, group, control, seen, x, () if out is None else (out,))
+        if found is not None:
+            made, known, (y,) = found
+            if control.spans:
+                nodes.make_gemm_rs(made, x, weight, bias, y, k)
+            else:
+                _make(made, known.number, known.plan, x, weight, bias, y)
+            return y
     validate.operands("gemm_rs", x, weight, bias)
     validate.whole("gemm_rs", "k", k, x.shape[1])
     m, n = x.shape[0], weight.shape[0]
