@@ -182,7 +182,7 @@ def test_steps_are_the_plan():
 
 
 def test_auto_takes_no_trees():
-    assert {choose(1 << size, ranks) for size in range(4, 30) for ranks in (2, 4, 8)} == {"one_shot", "two_shot", "bulk"}
+    assert {choose(1 << size, ranks) for size in range(4, 30) for ranks in (2, 4, 8)} == {"one_shot", "two_shot"}
 
 
 def test_ranks_have_their_gpus_in_any_order(monkeypatch):
