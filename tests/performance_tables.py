@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured"
 PLACE = re.compile(r"(?<=<!-- table: )([^\n]*?)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
 OPS = ("gemm_rs", "ag_gemm")
+COLLECTIVES = ("all_reduce", "resnet50", "gemm_ar", "reduce_scatter", "all_gather", "reduce", "broadcast")
 #: Machines with the headline suite: their records of an op, eager and in graphs.
 HEADLINE = {
     "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
@@ -29,6 +30,9 @@ EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
 CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
 CODE_OF |= {f"2026-11-26-{name}-H100-R2.json": "29ae4f5" for name in ("gemm_rs-out", "ag_gemm-out", "ag_gemm-out-short")}
+CODE_OF |= {f"2026-11-26-{name}-R2{mode}.json": "3069af8" for name in COLLECTIVES for mode in ("", "-graph")}
+CODE_OF |= {f"2026-11-26-{op}-large-R2.json": "7bc2ac2" for op in OPS}
+CODE_OF |= {f"2026-11-26-all_reduce-ahead-{turns}-R2-graph.json": "e529838 but for what auto takes" for turns in (1, 2)}
 CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
@@ -55,11 +59,13 @@ def read(name: str) -> Record:
     if not path.exists():  # of this one the JSON is lost, and a page has what bench printed
         return printed(path.with_suffix(".md"))
     data = json.loads(path.read_text())
-    commit = data["environment"]["commit"]
+    commit = data["environment"]["commit"] or ""
     times, paths, host = {}, {}, {}
     for shape in data["shapes"]:
         methods = shape["methods"]
-        where = f"{shape['m']}×{shape['n']}×{shape['k']}" if "m" in shape else str(shape["nbytes"])
+        where = str(shape["nbytes"] if "nbytes" in shape else len(shape.get("keys", ())))
+        if "m" in shape:
+            where = f"{shape['m']}×{shape['n']}×{shape['k']}"
         times[where] = {method: facts["ms"]["median"] * 1e3 for method, facts in methods.items() if facts["ms"]}
         paths[where] = methods["auto"]["path"].split("/")[0] if "auto" in methods else ""
         host[where] = {method: facts["host_us"] for method, facts in methods.items() if facts["host_us"] is not None}
@@ -268,24 +274,88 @@ def size(nbytes: int) -> str:
     return f"{nbytes >> 10} KB" if nbytes < 1 << 20 else f"{nbytes >> 20} MB"
 
 
-def all_reduce() -> str:
-    record = read("2026-11-22-all_reduce-headline-R4-graph.json")
+#: all_reduce and gemm_ar in graphs.
+OF_ALL_REDUCE = {"4×H200": "2026-11-22-all_reduce-headline-R4-graph.json", "2×H200": "2026-11-26-all_reduce-R2-graph.json"}
+OF_GEMM_AR = {"4×H200": "2026-11-22-gemm_ar-words-R4-graph.json", "2×H200": "2026-11-26-gemm_ar-R2-graph.json"}
+
+
+def all_reduce(machine: str) -> str:
+    record = read(OF_ALL_REDUCE[machine])
     rows: list[list[str]] = []
     for nbytes, times in record.times.items():
         best = min(times["torch_one_shot"], times["torch_two_shot"])
         rows.append([size(int(nbytes)), us(times["torch"]), us(best), f"{us(times['auto'])} {record.paths[nbytes]}"])
         rows[-1] += [f"{times['torch'] / times['auto']:.2f}", f"{best / times['auto']:.2f}"]
-    text = f"4×H200, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    text = f"{machine}, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
     return text + table("size | NCCL | torch's best | auto, its algorithm | × NCCL | × torch's best", rows)
 
 
-def gemm_ar() -> str:
-    record = read("2026-11-22-gemm_ar-words-R4-graph.json")
+def words() -> str:
+    """all_reduce in graphs before words were exchanged in turns, and now."""
+    before, now = read("2026-11-26-all_reduce-before-R2-graph.json"), read(OF_ALL_REDUCE["2×H200"])
+    rows: list[list[str]] = []
+    for nbytes, times in now.times.items():
+        was = before.times[nbytes]
+        cells = [us(min(times[peer] for peer in ("torch", "torch_one_shot", "torch_two_shot")))]
+        cells += [us(found[algo]) for algo in ("one_shot", "two_shot", "bulk", "auto") for found in (was, times)]
+        rows.append([size(int(nbytes)), *cells])
+    heads = "size | best peer, now | one_shot before | now | two_shot before | now | bulk before | now | auto before | now"
+    return f"Before: {before.commit} ([record]({before.link})); now: {now.commit} ([record]({now.link})):\n\n" + table(heads, rows)
+
+
+def turns() -> str:
+    """A program that waits for what was pushed one turn before, or two."""
+    one, two = (read(f"2026-11-26-all_reduce-ahead-{number}-R2-graph.json") for number in (1, 2))
+    rows: list[list[str]] = []
+    for nbytes, times in one.times.items():
+        cells = times["torch_two_shot"], times["two_shot"], two.times[nbytes]["two_shot"], times["trees"]
+        rows.append([size(int(nbytes)), *map(us, cells)])
+    heads = f"size | torch two_shot | two_shot, [one turn]({one.link}) | [two]({two.link}) | trees"
+    return table(heads, rows)
+
+
+def bursts() -> str:
+    rows: list[list[str]] = []
+    for mode, suffix in (("eager", ""), ("graph", "-graph")):
+        before, now = (read(f"2026-11-26-resnet50-{when}R2{suffix}.json") for when in ("before-", ""))
+        for keys, times in now.times.items():
+            cells = [us(times[method]) for method in ("torch", "torch_coalesced", "each")]
+            cells += [us(before.times[keys]["list"]), us(times["list"]), f"{times['torch_coalesced'] / times['list']:.2f}"]
+            shown = mode if any(row[0].startswith(f"[{mode}]") for row in rows) else f"[{mode}]({now.link})"
+            rows.append([shown, keys, *cells])
+    heads = "calls | keys | NCCL, one call each | coalesced | all_reduce_ of each | of the list, before | now | × coalesced"
+    return f"2×H200, bfloat16, µs; before: {before.commit}, now: {now.commit}:\n\n" + table(heads, rows)
+
+
+def collectives() -> str:
+    rows: list[list[str]] = []
+    for op in COLLECTIVES[3:]:
+        record = read(f"2026-11-26-{op}-R2-graph.json")
+        for nbytes, times in record.times.items():
+            cells = [us(times[method]) for method in ("torch", "words", "bulk", "auto")]
+            rows.append([linked(op, record, rows), size(int(nbytes)), *cells, f"{times['torch'] / times['auto']:.2f}"])
+    text = f"2×H200, bfloat16, in a CUDA graph, µs, commit {record.commit}; the size is that of all parts together:\n\n"
+    return text + table("op | size | NCCL | words | bulk | auto | × NCCL", rows, 2)
+
+
+def large() -> str:
+    rows: list[list[str]] = []
+    for op in OPS:
+        record = read(f"2026-11-26-{op}-large-R2.json")
+        for shape, times in record.times.items():
+            cells = [us(times["torch"]), us(times["async_tp"]), f"{us(times['auto'])} {record.paths[shape]}"]
+            rows.append([linked(op, record, rows), shape, *cells, f"{min(times['torch'], times['async_tp']) / times['auto']:.2f}"])
+    text = f"2×H200, commit {record.commit}, eager, µs:\n\n"
+    return text + table("op | M×N×K | torch + NCCL | async TP | auto, its schedule | × the better peer", rows, 2)
+
+
+def gemm_ar(machine: str) -> str:
+    record = read(OF_GEMM_AR[machine])
     rows: list[list[str]] = []
     for shape, times in record.times.items():
         rows.append([shape, us(times["gemm"]), us(times["torch"]), f"{us(times['auto'])} {record.paths[shape]}"])
         rows[-1] += [f"{times['torch'] / times['auto']:.2f}"]
-    text = f"4×H200, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    text = f"{machine}, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
     return text + table("M×N×K | cuBLAS | torch + NCCL | auto, its algorithm | × torch", rows)
 
 
@@ -326,7 +396,7 @@ def swing() -> str:
 
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
-MADE += (all_reduce, gemm_ar, apart, merged, swing)
+MADE += (all_reduce, words, turns, bursts, collectives, gemm_ar, large, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 

@@ -145,11 +145,12 @@ def _all_again(
     for call, plan, span in known.made:
         ctx.begin(call)
         with ctx.begun():
-            if plan.table is None:
-                plan.launch((span.of([x.view(-1) for x in xs])[0], span.of([y.view(-1) for y in ys])[0]))
-            else:
+            x, y = xs[span.first], ys[span.first]
+            if plan.table is not None:
                 plan.table.set(span.places(addresses, itemsize) + span.places(to, itemsize))
-                plan.launch((xs[span.first], ys[span.first]))
+            elif span.end - span.start < x.numel():
+                x, y = x.view(-1)[span.start : span.end], y.view(-1)[span.start : span.end]
+            plan.launch((x, y))
     if in_place:
         increment_version(xs)
     return ys
