@@ -84,7 +84,8 @@ class EpochContext(GroupContext):
 
     def table(self, tensors: int, stays: list[int]) -> lists.Table:
         """The table of a launch over a list of so many."""
-        words = self.lasting(2 * tensors + len(stays), dtype=torch.int64)
+        with torch.inference_mode(False):  # else no call outside of that mode could write to it
+            words = self.lasting(2 * tensors + len(stays), dtype=torch.int64)
         return lists.Table(self.world.executor, words, stays, self._captured)
 
 
