@@ -26,7 +26,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 KIND = Kind("all_reduce", scatter=True, gather=True)
 ALGORITHMS = ("one_shot", "two_shot", "bulk")
-#: Those of auto: bulk was slower than two_shot at every size (docs/measured/2026-11-26-exchange.md).
+#: Those of auto: on two H200s bulk was slower than two_shot at every size (docs/measured/2026-11-26-exchange.md).
 AUTO = ALGORITHMS[:2]
 #: Bytes beyond which auto takes no one_shot. Two ranks send as much either way, but two_shot receives while it sends.
 ONE_SHOT = 2 << 20

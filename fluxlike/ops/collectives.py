@@ -4,7 +4,7 @@ Read with `kernels/exchange.py`, which holds the protocol. What they have in com
 
 group: the ranks; those given to init if None. ``algo``: "words" (whose bits say that they have come, so nothing else is signalled;
 for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for any dtype), or
-"auto": words where they can be, as these are faster at every size (docs/measured/2026-11-26-exchange.md).
+"auto": words where they can be, which were faster at every size on two H200s (docs/measured/2026-11-26-exchange.md).
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
