@@ -288,6 +288,21 @@ def test_no_race(ranks):
         assert outcome.ok, str(outcome)
 
 
+def by_auto(group):
+    """Words where there are any; of none but floats there are."""
+    x = torch.ones(64, device=device())
+    for way, dtypes in {"words": DTYPES, "bulk": (torch.int32, torch.uint8)}.items():
+        for dtype in dtypes:
+            fluxlike.all_gather(x.to(dtype), group), fluxlike.broadcast(x.to(dtype), 0, group)
+            assert {context(name, group).last_path for name in ("all_gather", "broadcast")} == {way}, dtype
+    fluxlike.reduce_scatter(x, group), fluxlike.reduce(x, 0, group)
+    assert {context(name, group).last_path for name in ("reduce_scatter", "reduce")} == {"words"}
+
+
+def test_auto():
+    run_ranks(by_auto, 2)
+
+
 def test_choice():
     times = [exchange.seconds(nbytes, 4) for nbytes in (1 << 10, 1 << 16, 1 << 18, 1 << 20)]
     assert times == sorted(times) and times[0] == pytest.approx(exchange.START + exchange.TRIP, rel=0.01)

@@ -60,8 +60,9 @@ from .bench_reduce import AllReduce
 from .bench_report import Report, Result, Row, Voice
 from .bench_sparse import SparseAllReduce
 
-KINDS: dict[str, type[Problem]] = {**PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, **bench_collectives.KINDS}
-KINDS["sparse_all_reduce"] = SparseAllReduce
+KINDS: dict[str, type[Problem]] = {
+    **PROBLEMS, "gemm_ar": GemmAR, "all_reduce": AllReduce, **bench_collectives.KINDS, "sparse_all_reduce": SparseAllReduce
+}  # fmt: skip
 #: Suites whose shapes are of a kind of their own.
 OTHERS: dict[tuple[str, str | None], type[Problem]] = {("all_reduce", suite): Bursts for suite in Bursts.SUITES}
 ROUNDS = 7

@@ -66,7 +66,15 @@ class Collective(AllReduce):
         return Algorithm(self.x, schedule, self.OP, type(self).run)
 
 
-class ReduceScatter(Collective):
+class OfParts(Collective):
+    """A result of another size than the operand's, which torch writes as a whole."""
+
+    def spoil(self) -> None:
+        self.out.fill_(torch.nan)
+        torch.full_like(self.out, torch.nan)
+
+
+class ReduceScatter(OfParts):
     OP = "reduce_scatter"
 
     @staticmethod
@@ -78,16 +86,12 @@ class ReduceScatter(Collective):
         sums = self.peers.add(self.x.view(self.peers.size, self.part)[:, self.inside].double())
         self.picked, self.truth = self.inside, sums[self.peers.rank]
 
-    def spoil(self) -> None:
-        self.out.fill_(torch.nan)
-        torch.full_like(self.out, torch.nan)
-
     def run_torch(self) -> torch.Tensor:
         dist.reduce_scatter_tensor(self.out, self.x)
         return self.out
 
 
-class AllGather(ReduceScatter):
+class AllGather(OfParts):
     OP = "all_gather"
 
     @staticmethod

@@ -79,7 +79,7 @@ class Report(bench_report.Report):
     """All sizes of one mode."""
 
     PEERS: ClassVar[tuple[str, ...]] = PEERS
-    #: What auto chooses from.
+    #: What auto is compared with.
     FIXED: ClassVar[tuple[str, ...]] = ALGORITHMS
 
     def moved(self, size: Any) -> float:
