@@ -11,7 +11,7 @@ from test_calls import kept_context
 from torch.autograd import forward_ad
 
 import fluxlike
-from fluxlike.ops import again, choice, exchange, validate
+from fluxlike.ops import again, all_reduce, choice, exchange, validate
 from fluxlike.runtime import world
 
 M, N, K = 26, 32, 48
@@ -102,7 +102,9 @@ def with_all_reduce(group):
         out = torch.empty(y.shape, dtype=BF16, device=x.device)
         many = {"one_shot": 1, "two_shot": 1, "bulk": 1, "auto": 1, "pieces": 2}
         for algo, launches in many.items():
-            piece, exchange.PIECE = exchange.PIECE, M * N if algo == "pieces" else exchange.PIECE
+            usual = all_reduce.most_bytes
+            if algo == "pieces":
+                all_reduce.most_bytes = lambda ranks: M * N
             made = fluxlike.create_gemm_ar_context(M, N, group=group, algo=algo if launches == 1 else "two_shot")
             with made as ctx, Looks() as looks:
                 for turn in range(3):
@@ -114,7 +116,7 @@ def with_all_reduce(group):
                         same(out, times * y, algo)
                         assert looks.since() == (2 if turn == 0 else 0), (algo, turn)
                 assert ctx.stats["launches"] == 6 * launches and ctx.stats["calls"] == 6
-            exchange.PIECE = piece
+            all_reduce.most_bytes = usual
         kept_context("gemm_ar", group, BF16).close()
 
 
@@ -170,7 +172,7 @@ def all_reduces_of_lists(group):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     readable, looks = validate.readable, []
     validate.readable = lambda *args: looks.append(args[0]) or readable(*args)
-    piece, exchange.PIECE = exchange.PIECE, exchange.BULK  # of BF16 4096 elements
+    usual, exchange.SET = exchange.SET, exchange.BULK  # of BF16 4096 elements
     sizes = (40, 7), (5000, 9), (3,)
     try:
         for algo in ("one_shot", "two_shot", "bulk"):
@@ -209,7 +211,7 @@ def all_reduces_of_lists(group):
                 fluxlike.all_reduce_([xs[0], xs[1].float()], group, algo=algo)
             looks.clear()
     finally:
-        validate.readable, exchange.PIECE = readable, piece
+        validate.readable, exchange.SET = readable, usual
 
 
 def test_all_reduce_of_lists():
@@ -220,7 +222,7 @@ def large_ones(group):
     """One tensor of several launches, which come again together."""
     forget(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    piece, exchange.PIECE = exchange.PIECE, exchange.BULK
+    usual, exchange.SET = exchange.SET, exchange.BULK
     try:
         for turn in range(3):
             base = torch.arange(9000) % 60 + turn
@@ -229,7 +231,7 @@ def large_ones(group):
             same(fluxlike.all_reduce(x, group), total, "a new tensor")
             same(fluxlike.all_reduce_(x, group), total, "in place")
     finally:
-        exchange.PIECE = piece
+        exchange.SET = usual
     ctx = world.current().cached["all_reduce", world.current().control_of(group).name]
     assert [len(known.plan.made) for known in ctx._again.values()] == [3, 3]
 

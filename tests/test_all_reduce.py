@@ -112,14 +112,14 @@ def mixed(group, calls, jitter=False):
     """Algorithms and sizes change from call to call, so that words of one meet those of another."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.05, delay=2e-3) if jitter else None)
-    exchange.PIECE, piece = 8 << 10, exchange.PIECE
+    exchange.SET, usual = 8 << 10, exchange.SET
     try:
         for call in range(calls):
             n, algo = (3000, 20, 5000, 1)[call % 4], ALGORITHMS[call // 2 % 3]
             parts = [numbers(n, torch.bfloat16, 7 * call + r) for r in range(size)]
             assert torch.equal(fluxlike.all_reduce(parts[rank], group, algo=algo), expected(parts)), call
     finally:
-        exchange.PIECE = piece
+        exchange.SET = usual
         programs.configure(previous)
 
 
@@ -270,12 +270,13 @@ def test_lists_are_cut_into_launches():
 
 def test_a_small_tensor_counts_as_the_block_that_it_takes():
     """Of memory, and of what is sent."""
-    spans = lists.cut([1] * 5000, 4, exchange.PIECE, exchange.BULK)
-    assert [span.first for span in spans] == [0, spans[0].last + 1] and spans[-1].last == 4999
+    most = ops.most_bytes(2)
+    spans = lists.cut([1] * 10000, 4, most, exchange.BULK)
+    assert [span.first for span in spans] == [0, spans[0].last + 1] and spans[-1].last == 9999
     for span in spans:
         for algo, block in (("one_shot", 4 * exchange.WORDS), ("two_shot", 4 * exchange.WORDS), ("bulk", exchange.BULK)):
             blocks = ops.blocks_of([1] * (span.last - span.first + 1), algo, torch.float32, 1)
-            assert blocks * block <= exchange.PIECE
+            assert blocks * block <= most
     with dry.recording((9, 0), 8) as records:
         small = dry.tensor((16,), torch.float32)
         fluxlike.all_reduce([small] * 1000)  # 64 KB, for which one_shot would send 2 MB to each of seven

@@ -128,7 +128,7 @@ def mixed(group, calls, jitter=False):
     """Operations, algorithms, roots and sizes change from call to call; large ones go in several launches."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     previous = programs.configure(programs.Schedule(seed=rank + 1, jitter=0.05, delay=2e-3) if jitter else None)
-    exchange.PIECE, piece = 4 << 10, exchange.PIECE
+    exchange.SET, usual = 4 << 10, exchange.SET
     try:
         for call in range(calls):
             n, algo, root = (3000, 20, 5001, 1)[call % 4], ALGORITHMS[call % 3 // 2], call % size
@@ -142,7 +142,7 @@ def mixed(group, calls, jitter=False):
         ctx = context("reduce", group)
         assert ctx.stats["launches"] == ctx.stats["calls"] > calls
     finally:
-        exchange.PIECE = piece
+        exchange.SET = usual
         programs.configure(previous)
 
 

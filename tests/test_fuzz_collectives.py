@@ -145,15 +145,15 @@ def steps(draw, world: int) -> Step:
 
 @st.composite
 def programs(draw) -> tuple[int, int, int, list[Step]]:
-    """Ranks, bytes of a launch at most, elements of a tree at most, and the calls."""
+    """Ranks, bytes of a set at most, elements of a tree at most, and the calls."""
     world = draw(st.sampled_from((2, 3)))
-    most, bound = draw(st.sampled_from((exchange.PIECE, 8 << 10))), draw(st.sampled_from((0, 200)))
+    most, bound = draw(st.sampled_from((exchange.SET, 8 << 10))), draw(st.sampled_from((0, 200)))
     return world, most, bound, draw(st.lists(steps(world), min_size=2, max_size=8))
 
 
 def gives_the_results(group, most: int, bound: int, calls: list[Step]) -> None:
     rank = dist.get_rank(group)
-    usual, exchange.PIECE = exchange.PIECE, most
+    usual, exchange.SET = exchange.SET, most
     trees = any(step.algo == "trees" for step in calls)
     try:
         with machine(group, MACHINES[group.size()][0], bound, min(most, 4 << 20)) if trees else contextlib.nullcontext():
@@ -172,7 +172,7 @@ def gives_the_results(group, most: int, bound: int, calls: list[Step]) -> None:
                     if step.op != "all_reduce_":
                         equal(x, was.double().cpu(), f"an input was written to, {what}")
     finally:
-        exchange.PIECE = usual
+        exchange.SET = usual
 
 
 @fuzz(8)

@@ -64,8 +64,8 @@ def test_one_rank_takes_no_memory_to_exchange():
 
 def without_a_context(group):
     """One that is kept and grows; results into out, and in pieces."""
-    rank, size, piece = dist.get_rank(group), dist.get_world_size(group), exchange.PIECE
-    exchange.PIECE = 2 * exchange.BULK
+    rank, size, usual = dist.get_rank(group), dist.get_world_size(group), exchange.SET
+    exchange.SET = 2 * exchange.BULK
     try:
         for seed, (m, n, k) in enumerate(((4, 16, 8), (70, 96, 16), (33, 96, 16))):
             x, w, _ = inputs(m, n, k, torch.float32, seed, rank)
@@ -73,7 +73,7 @@ def without_a_context(group):
             assert fluxlike.gemm_ar(x, w, group=group, out=out) is out
             same(out, truth(m, n, k, torch.float32, seed, size, False), f"gemm_ar {m}×{n}×{k} in pieces")
     finally:
-        exchange.PIECE = piece
+        exchange.SET = usual
 
 
 def test_without_a_context():
@@ -85,7 +85,7 @@ def test_room():
     for ranks in (2, 3, 4, 8):
         for elements in (1, 1000, 300_000, 1 << 22, 1 << 26):
             words, bulk = all_reduce.room(elements, torch.bfloat16, ranks, "auto")
-            most = min(elements, exchange.PIECE // 2)
+            most = min(elements, all_reduce.most_bytes(ranks) // 2)
             for n in {max(1, most * i // 64) for i in range(65)}:
                 algo = all_reduce.choose(2 * n, ranks)
                 blocks = all_reduce.blocks_of([n], algo, torch.bfloat16, ranks)

@@ -262,6 +262,25 @@ def test_a_block_of_words_orders(watched):
             interpreter.run(flags_kernel, 2, words, data, RELEASE="relaxed")
 
 
+@triton.jit
+def masked_kernel(data, n, PART: tl.constexpr):
+    """Program 0 writes; program 1 reads, unless ``n`` is PART, by a mask that the interpreter has as numbers."""
+    at = tl.arange(0, 8)
+    if tl.program_id(0) == 0:
+        tl.store(data + at, 1, mask=at < 4)
+    else:
+        tl.load(data + at, mask=(at < 3) & (PART != n), other=0)  # noqa: SIM300
+
+
+def test_a_mask_of_numbers_lets_through_what_it_does_on_a_gpu():
+    with checked_alone():
+        data = torch.zeros(8)
+        racecheck.watch("data", data)
+        interpreter.run(masked_kernel, 2, data, 5, PART=5)
+        with pytest.raises(RaceError, match="race on data of rank 0, bytes 0 to 11"):
+            interpreter.run(masked_kernel, 2, data, 5, PART=6)
+
+
 @pytest.mark.parametrize("later", [1, 70])
 def test_a_hint_says_if_it_does_not_know_the_next_signal(two, later):
     two.write(A0, 0)

@@ -30,8 +30,8 @@ def contexts(group, dtype=torch.float32):
 
 def in_pieces(group):
     """Exchanges too large for one launch, each trip a part of the block that a launch takes at most."""
-    size, piece = dist.get_world_size(group), exchange.PIECE
-    exchange.PIECE = size * 1024
+    size, usual = dist.get_world_size(group), exchange.SET
+    exchange.SET = 1024
     try:
         with contexts(group) as (rs, ag):
             for ctx, columns in ((rs, N), (ag, K)):
@@ -45,7 +45,7 @@ def in_pieces(group):
                 assert ctx.stats["launches"] == 3 * launches and launches > 1 and ctx.last_path == "sequential/torch"
                 assert ctx.stats["products"] == 3 and ctx.stats["calls"] == 3
     finally:
-        exchange.PIECE = piece
+        exchange.SET = usual
 
 
 def test_in_pieces():

@@ -11,7 +11,7 @@ programs and of what may be overwritten holds here, too. Over trees: `trees`.
 import triton
 import triton.language as tl
 
-from .elements import advance, load_payload, place, reduce_words, row_of, store_payload
+from .elements import advance, load_payload, place, reduce_words, row_from, row_of, store_payload
 from .sync import WAIT_PARTIAL
 from .words import put, receive, sendable
 
@@ -35,8 +35,9 @@ def all_reduce_one_shot_kernel(
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
         mine = sendable(load_payload(source, left, WIDTH, B))
         for step in tl.static_range(1, R):
-            put(row_of(ctl, (rank + step) % R, offset, epoch, rank, row, 2 * R) + block * B, mine, B)
-    here = row_of(ctl, rank, offset, epoch, 0, row, 2 * R)
+            peer = (rank + step) % R
+            put(row_of(ctl, peer, offset, epoch, row_from(rank, peer), row, 2 * (R - 1)) + block * B, mine, B)
+    here = row_of(ctl, rank, offset, epoch, 0, row, 2 * (R - 1))
     for block in range(program, blocks, programs):
         source, left = place(x, table, tensors, blocks, 0, n, block, B * WIDTH, MANY, VEC)
         mine = sendable(load_payload(source, left, WIDTH, B))

@@ -140,6 +140,12 @@ def reduce_words(words, element: tl.constexpr, OP: tl.constexpr, R: tl.constexpr
 
 
 @triton.jit
+def row_from(source, reader):
+    """Number of the row for what comes from ``source`` to ``reader``, which has none for itself."""
+    return source - (source > reader).to(tl.int32)
+
+
+@triton.jit
 def row_of(ctl, peer, offset, epoch, number, row, ROWS: tl.constexpr):
     """Row ``number`` of ``row`` words of ``peer``'s set for this call, as mapped here; all lie at ``offset`` bytes of its block.
 

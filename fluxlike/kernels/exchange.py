@@ -19,7 +19,7 @@ parts still go the other, and no copy of results is left at the end: on two H200
 after the other (docs/measured/2026-11-26-exchange.md).
 
 Memory, on the heap of each rank: two sets, by the parity of the call, of ROWS rows [capacity] of blocks. SCATTER takes from each
-source into a row of its own; GATHER from each owner into a row behind those, ROOTED into one row. There is such memory for
+other rank into a row of its own; GATHER from each other owner into a row behind those. There is such memory for
 words and for elements; the flags, as they only grow, have no sets, but a row for each rank that writes them, ROOTED, too: of two
 roots, one after the other, the first one's flag may come behind the second one's, and would set it back.
 
@@ -50,7 +50,7 @@ Protocol and proofs
 import triton
 import triton.language as tl
 
-from .elements import AVG, advance, average, combine, load_payload, place_in_part, reduce_words, row_of, store_payload
+from .elements import AVG, advance, average, combine, load_payload, place_in_part, reduce_words, row_from, row_of, store_payload
 from .sync import (
     CONSUMED,
     EPOCH,
@@ -125,7 +125,7 @@ def end(epochs, ctl, rank, epoch, R: tl.constexpr, ROOTED: tl.constexpr, MOST: t
 def of_rank(slots, row, own, source: tl.constexpr, rank, B: tl.constexpr):
     """A block of rank ``source`` in fp32: what it has sent, or of this rank ``own``."""
     at = tl.arange(0, B)
-    sent = tl.load(tl.multiple_of(slots + source * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
+    sent = tl.load(tl.multiple_of(slots + row_from(source, rank) * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
     return tl.where(source == rank, own, sent.to(tl.float32))
 
 
@@ -152,10 +152,10 @@ def exchange_words_kernel(
     programs = tl.num_programs(0)
     epoch = begin(epochs, ctl, rank, root, R, SCATTER, ROOTED)
     row = capacity.to(tl.int64) * B
-    results: tl.constexpr = R if SCATTER else 0
+    results: tl.constexpr = R - 1 if SCATTER else 0
     steps: tl.constexpr = 2 if ROOTED else R
     own, others = share(rank, part, root, ROOTED)
-    rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
+    rows: tl.constexpr = results + ((1 if ROOTED else R - 1) if GATHER else 0)
     here = row_of(ctl, rank, offset, epoch, 0, row, rows)
     reduced: tl.constexpr = AHEAD if SCATTER else 0
     taken: tl.constexpr = reduced + AHEAD
@@ -166,7 +166,7 @@ def exchange_words_kernel(
             if block < others:
                 for step in tl.static_range(1, steps):
                     owner = owner_at(step, rank, root, R, ROOTED)
-                    there = row_of(ctl, owner, offset, epoch, rank, row, rows)
+                    there = row_of(ctl, owner, offset, epoch, row_from(rank, owner), row, rows)
                     source, left = place_in_part(
                         x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
                     )  # fmt: skip
@@ -181,10 +181,11 @@ def exchange_words_kernel(
                 got = receive(here + block * B, row, mine, ctl, rank, WAIT_PARTIAL, R, S, B)
                 mine = reduce_words(got, x.dtype.element_ty, OP, R, S, WIDTH)
             if GATHER:
-                number = results + (0 if ROOTED else rank)
                 mine = sendable(mine)  # here, too: the same bits on all ranks
                 for step in tl.static_range(1, R):
-                    put(row_of(ctl, (rank + step) % R, offset, epoch, number, row, rows) + block * B, mine, B)
+                    peer = (rank + step) % R
+                    number = results + (0 if ROOTED else row_from(rank, peer))
+                    put(row_of(ctl, peer, offset, epoch, number, row, rows) + block * B, mine, B)
             result, left = place_in_part(
                 y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B * WIDTH, MANY, VEC
             )  # fmt: skip
@@ -194,7 +195,7 @@ def exchange_words_kernel(
             if (block >= program) & (block < others):
                 for step in tl.static_range(1, steps):
                     owner = owner_at(step, rank, root, R, ROOTED)
-                    from_owner = here + (results + (0 if ROOTED else owner)) * row
+                    from_owner = here + (results + (0 if ROOTED else row_from(owner, rank))) * row
                     got = receive_from(from_owner + block * B, owner, ctl, rank, WAIT_RESULT, R, B)
                     result, left = place_in_part(
                         y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B * WIDTH, MANY, VEC
@@ -214,10 +215,11 @@ def exchange_bulk_kernel(
     programs = tl.num_programs(0)
     epoch = begin(epochs, ctl, rank, root, R, SCATTER, ROOTED)
     row = capacity.to(tl.int64) * B
-    results: tl.constexpr = R if SCATTER else 0
+    results: tl.constexpr = R - 1 if SCATTER else 0
     steps: tl.constexpr = 2 if ROOTED else R
     own, others = share(rank, part, root, ROOTED)
-    rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
+    rows: tl.constexpr = results + ((1 if ROOTED else R - 1) if GATHER else 0)
+    signals: tl.constexpr = R if SCATTER else 0  # a rank signals itself, too
     here = data + (epoch & 1) * rows * row
     at = tl.arange(0, B)
     if SCATTER:
@@ -226,7 +228,8 @@ def exchange_bulk_kernel(
                 owner = owner_at(step, rank, root, R, ROOTED)
                 source, left = place_in_part(x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 values = tl.load(source + at, mask=at < left, other=0)
-                tl.store(tl.multiple_of(peer_address(here + rank * row + block * B, ctl, rank, owner) + at, 16), values)
+                there = peer_address(here + row_from(rank, owner) * row + block * B, ctl, rank, owner)
+                tl.store(tl.multiple_of(there + at, 16), values)
             if ROOTED:
                 publish_set(peer_address(flags, ctl, rank, root) + rank * capacity + block, epoch, False)  # (A)
             else:
@@ -247,19 +250,20 @@ def exchange_bulk_kernel(
                 total = average(total, R)
             reduced = total.to(x.dtype.element_ty)
         if GATHER:
-            number = results + (0 if ROOTED else rank)
             for step in tl.static_range(1, R):
-                there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
+                peer = (rank + step) % R
+                number = results + (0 if ROOTED else row_from(rank, peer))
+                there = peer_address(here + number * row + block * B, ctl, rank, peer)
                 tl.store(tl.multiple_of(there + at, 16), reduced)
-            publish_set_to_all(flags + (results + rank) * capacity + block, epoch, ctl, rank, R, S)  # (B)
+            publish_set_to_all(flags + (signals + rank) * capacity + block, epoch, ctl, rank, R, S)  # (B)
         result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
         tl.store(result + at, reduced, mask=at < left)
     if GATHER:
         for step in tl.static_range(1, steps):
             owner = owner_at(step, rank, root, R, ROOTED)
-            number = results + (0 if ROOTED else owner)
+            number = results + (0 if ROOTED else row_from(owner, rank))
             for block in range(program, others, programs):
-                slot, flag = here + number * row + block * B, flags + (results + owner) * capacity + block
+                slot, flag = here + number * row + block * B, flags + (signals + owner) * capacity + block
                 reduced = pull(slot, flag, epoch, ctl, rank, WAIT_RESULT, owner, R, B)  # (B)
                 result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 tl.store(result + at, reduced, mask=at < left)

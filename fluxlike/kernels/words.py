@@ -13,6 +13,7 @@ Under the interpreter words are exchanged by relaxed atomics, block by block, so
 import triton
 import triton.language as tl
 
+from .elements import row_from
 from .lang import any_thread, globaltimer, is_interp, spin
 from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
 
@@ -97,14 +98,15 @@ def take_words(pointers, mask, own, source, ctl, rank, what: tl.constexpr, R: tl
 
 @triton.jit
 def receive(row, pitch, own, ctl, rank, what: tl.constexpr, R: tl.constexpr, S: tl.constexpr, B: tl.constexpr):
-    """The words [B, S] of all ranks: that of rank s at ``row`` + s · ``pitch``, this rank's are ``own`` [B].
+    """The words [B, S] of all ranks: those of the others in rows ``pitch`` apart from ``row`` on, in the order of the ranks, and
+    this rank's are ``own`` [B].
 
     S: R rounded up to a power of two; columns from R on are ``own``, too.
     """
     source = tl.arange(0, S)[None, :]
     mask = (tl.arange(0, B)[:, None] >= 0) & (source != rank) & (source < R)
     own = tl.broadcast_to(own[:, None], (B, S))
-    pointers = tl.multiple_of(row + source * pitch + tl.arange(0, B)[:, None], [16, 1])
+    pointers = tl.multiple_of(row + row_from(source, rank) * pitch + tl.arange(0, B)[:, None], [16, 1])
     return take_words(pointers, mask, own, tl.broadcast_to(source, (B, S)), ctl, rank, what, R)
 
 

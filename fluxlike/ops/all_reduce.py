@@ -208,7 +208,7 @@ def _run(
             return
         flat, results = zip(*some, strict=True)
         sizes = [x.numel() for x in flat]
-        most = trees.PIECE if algo == "trees" else exchange.PIECE
+        most = trees.PIECE if algo == "trees" else most_bytes(control.size)
         contexts, made = [], []
         for span in lists.cut(sizes, flat[0].element_size(), most, exchange.BULK):
             pairs = list(zip(span.of(flat), span.of(results), strict=True))
@@ -324,12 +324,17 @@ def _plan(
     return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, (0, 1)), table)
 
 
+def most_bytes(ranks: int) -> int:
+    """Bytes of all parts that one launch takes at most, in whole blocks."""
+    return max(KIND.most(ranks) * ranks // exchange.BULK, 1) * exchange.BULK
+
+
 def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:
     """Blocks in a row, of words and of bulk, for any call of up to ``elements``."""
     if ranks == 1:  # nothing is exchanged
         return 1, 1
     rows = dict.fromkeys(ALGORITHMS, 1)
-    most = min(elements, exchange.PIECE // dtype.itemsize)
+    most = min(elements, most_bytes(ranks) // dtype.itemsize)
     for name in AUTO if algo == "auto" else (algo,):
         # the algorithms follow each other as sizes grow, so each needs most where the next one begins
         after = AUTO[AUTO.index(name) + 1 :] if algo == "auto" else ()

@@ -254,7 +254,7 @@ def _run(
     with control.lock:
         if n == 0:
             exchange.context(kind, control, "bulk", 1, said).record(**said)
-        for start, parts in exchange.pieces(n, chunk, width if n else 0, algo, itemsize, control.size):
+        for start, parts in exchange.pieces(kind, n, chunk, width if n else 0, algo, itemsize, control.size):
             ctx = exchange.context(kind, control, algo, parts.blocks, said)
             ctx.begin(call)
             with ctx.begun():

@@ -21,8 +21,9 @@ OPS = {"sum": elements.SUM, "avg": elements.AVG, "max": elements.MAX}
 WORDS, BULK = 512, 8 << 10
 #: Programs of a launch at most, and on each multiprocessor where nothing else is said: others work while one waits.
 MOST, OVER = 512, 2
-#: Bytes of payload in all parts that one launch takes at most; more go in several.
-PIECE = 32 << 20
+#: Bytes of a set at most, so two of them on the heap for each kind; what does not fit goes in several launches, of which each costs
+#: some 5 µs more on two H200s (docs/measured/2026-11-26-sets.md).
+SET = 64 << 20
 #: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes, in
 #: words. Fitted to all_reduce on four H200s (docs/measured/2026-11-22-all_reduce-R4.md).
 START, TRIP, SIGNAL, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 330e9
@@ -37,8 +38,13 @@ class Kind(NamedTuple):
     rooted: bool = False
 
     def rows(self, ranks: int) -> int:
-        """Rows of a set on each rank."""
-        return ranks * self.scatter + (1 if self.rooted else ranks) * self.gather
+        """Rows of a set on each rank: for what comes from each other."""
+        others = max(ranks - 1, 1)
+        return others * self.scatter + (1 if self.rooted else others) * self.gather
+
+    def most(self, ranks: int) -> int:
+        """Bytes of a part in one launch at most, and of those rows: a power of two, as `kept` would round it up to one."""
+        return 1 << ((SET // self.rows(ranks)).bit_length() - 1)
 
 
 class Parts(NamedTuple):
@@ -164,10 +170,10 @@ def seconds(nbytes: int, ranks: int) -> float:
     return START + TRIP + nbytes * (ranks - 1) / WORD_RATE
 
 
-def pieces(n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
+def pieces(kind: Kind, n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
     """Launches for parts of ``width`` elements, of ``n`` in all, ``chunk`` from one to the next: first element, parts."""
     elements = block(algo, itemsize)
-    most = max(PIECE // ranks // (elements * itemsize), 1) * elements
+    most = max(kind.most(ranks) // (elements * itemsize), 1) * elements
     for start in range(0, width, most):
         yield start, Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
 

@@ -38,8 +38,8 @@ LIMIT = 16 << 20
 
 def memory(op: str, control: ControlGroup, nbytes: int) -> ExchangeContext:
     """What the exchanges of calls need whose parts have up to ``nbytes``; larger ones go in pieces. Collective."""
-    part = min(nbytes, exchange.PIECE // control.size)
     kind = Kind(op, scatter=op == "gemm_rs", gather=op == "ag_gemm")
+    part = min(nbytes, kind.most(control.size))
     return ExchangeContext(kind, control, max(1, cdiv(part, exchange.WORDS * 4)), 1)
 
 
@@ -64,7 +64,7 @@ def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **
     assert ctx.exchange is not None
     x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
     x, y, width, itemsize = x.view(-1), y.view(-1), full * columns, ctx.dtype.itemsize
-    pieces = exchange.pieces(m * columns, width, width, "words", itemsize, ctx.size)
+    pieces = exchange.pieces(ctx.exchange.kind, m * columns, width, width, "words", itemsize, ctx.size)
     launches = [(start, exchange.launch_for(ctx.exchange, "words", x[start:], y[start:], parts, "sum")) for start, parts in pieces]
     return Plan(scratch, full, launches, call)
 

@@ -99,8 +99,8 @@ class SparseAllReduceContext(EpochContext):
         self._differs = self.world.executor.report(1)
         self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
-        part = cdiv(min(nbytes, exchange.PIECE // ranks), exchange.BULK)
-        self.ids = ExchangeContext(Kind(NAME, gather=True), control, 1, part)
+        kind = Kind(NAME, gather=True)
+        self.ids = ExchangeContext(kind, control, 1, cdiv(min(nbytes, kind.most(ranks)), exchange.BULK))
         self.inner.append(self.ids)
         self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}", self.watched)
 
@@ -170,7 +170,7 @@ class SparseAllReduceContext(EpochContext):
             y.copy_(x)
             return
         x, y, n = x.view(torch.int32), y.view(-1).view(torch.int32), x.numel() * x.element_size() // 4
-        for start, parts in exchange.pieces(n * self.size, n, n, "bulk", 4, self.size):
+        for start, parts in exchange.pieces(self.ids.kind, n * self.size, n, n, "bulk", 4, self.size):
             here = x[start:], y[start:]
             exchange.launch_for(self.ids, "bulk", *here, parts, "sum")(here)
 

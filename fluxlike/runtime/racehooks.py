@@ -79,12 +79,17 @@ def _host_place() -> str:
     return "an unknown place"
 
 
+def _kept(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Where a mask lets through; it may come as numbers: ``(tl.arange(0, B) >= 0) & (FIXED != n)`` does."""
+    return np.broadcast_to(mask.data.astype(np.bool_, copy=False), shape)
+
+
 def _selected(pointers: Any, mask: Any) -> np.ndarray:
     """The addresses of a block that its mask lets through."""
     addresses = pointers.data.reshape(-1)
     if mask is None:
         return addresses
-    keep = np.broadcast_to(mask.data, pointers.data.shape).reshape(-1)
+    keep = _kept(mask, pointers.data.shape).reshape(-1)
     return addresses if keep.all() else addresses[keep]
 
 
@@ -130,7 +135,7 @@ class _Operations:
 
         def act() -> Done:
             found = stock.InterpreterBuilder.create_atomic_rmw(self.builder, op, pointers, value, mask, sem, scope)
-            keep = ... if mask is None else np.broadcast_to(mask.data, found.data.shape)
+            keep = ... if mask is None else _kept(mask, found.data.shape)
             return Done(found, None, *_numbers(op, found, value, keep))
 
         return self.checker.atomic(_selected(pointers, mask), _size(pointers), _ORDER[sem], _SCOPE[scope], act, poll)
