@@ -61,6 +61,49 @@ def test_a_tensor_and_a_number():
         assert compared(pairs) > 0 and compared((number, tensor) for tensor, number in pairs) > 0
 
 
+def outcome(operation, *operands):
+    """Type and values, and the kind that the interpreter notes, or the error."""
+    try:
+        with np.errstate(all="ignore"):
+            made = operation(*operands)
+    except Exception as problem:
+        return type(problem), str(problem)
+    shape, data = [plain(n) for n in made.shape], made.handle.data
+    return str(made.type), str(made.dtype), shape, str(made.handle.dtype), data.dtype, str(data.tolist())  # NaN, too
+
+
+OPERATORS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or") for side in ("", "r")]
+OPERATORS += [f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")]
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", [name for name in OPERATORS if hasattr(tl.tensor, name)])
+def test_operators(name):
+    usual = interpreter._bind(vars(tl.tensor)[name])
+    with interpreter._patched():
+        short = vars(tl.tensor)[name]
+        assert short.__module__ == operands.__name__
+        blocks = [block(dtype, shape) for dtype in TYPES for shape in SHAPES]
+        blocks.append(tl.tensor(stock.TensorHandle(np.array(7, np.int32), tl.int32), tl.int32))  # as a sum leaves it
+        blocks.append(tl.tensor(stock.TensorHandle(np.array([-7], np.int32), tl.int32), tl.int32))
+        results = 0
+        for left, right in itertools.product(blocks, [*blocks, *NUMBERS]):
+            theirs = outcome(usual, left, right)
+            assert outcome(short, left, right) == theirs, (left, right)
+            results += len(theirs) > 2
+        assert results > 50
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_casts(dtype):
+    short, long = operands.Semantic(interpreter.builder), TritonSemantic(interpreter.builder)
+    with interpreter._patched():
+        for kind, shape in itertools.product(TYPES, SHAPES):
+            for rounding in (None, "rtne"):
+                given = block(dtype, shape)
+                assert outcome(short.cast, given, kind, rounding) == outcome(long.cast, given, kind, rounding), (kind, shape)
+
+
 def test_nothing_is_done_where_nothing_is_to_be_done():
     with interpreter._patched():
         left, right = block(tl.int32, (2, 4)), block(tl.int32, (2, 4))

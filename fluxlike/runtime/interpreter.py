@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import programs
-from .operands import Semantic, init_block_type
+from .operands import Semantic, init_block_type, operators
 from .programs import Schedule, configure, yield_program
 from .rewriting import interpreted, plain
 
@@ -377,6 +377,9 @@ def _patches() -> list[tuple[Any, str, Any]]:
     for module in (tl, tl.core):
         for name in ("reduce", "associative_scan"):
             record.set_attr(module, name, _in_float32(record.values[id(module), name][2]))
+    usual = {name: record.values[id(tl.tensor), name][2] for name in vars(tl.tensor) if (id(tl.tensor), name) in record.values}
+    for name, operator in operators(usual).items():
+        record.set_attr(tl.tensor, name, operator)
     for change in _lighter():
         record.set_attr(*change)
     # Triton 3.6 asks int() of a one-element array, which numpy 2.4 no longer answers.

@@ -4,14 +4,21 @@ Most operations of a kernel are between numbers of one kind, or with a constant:
 casts and broadcasts them by rules for all kinds, and makes types anew for each, in Python: a third of the time of interpreting.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import TensorHandle
 
 #: Two operands of one of these, or one and a number that fits, are computed as they are.
 _PLAIN = frozenset(map(id, (tl.int32, tl.int64, tl.float32)))
 _INT32 = range(-(2**31), 2**31)
+_INTEGERS = frozenset(map(id, (tl.int32, tl.int64)))
+_WHOLE = _INTEGERS | {id(tl.int1)}
+#: What whole numbers are cast to by numpy as Triton does.
+_MADE = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
 
 
 def _fits(number: Any, dtype: tl.dtype) -> bool:
@@ -44,6 +51,123 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
         return super().binary_op_type_checking_impl(  # type: ignore[no-any-return]
             lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         )
+
+    def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
+        kind = dst_ty.scalar
+        if fp_downcast_rounding is None and id(kind) in _MADE and id(input.dtype) in _WHOLE:
+            if input.dtype is kind:
+                return input
+            form = input.type.with_element_ty(kind) if input.type.is_block() else kind
+            return tl.tensor(TensorHandle(input.handle.data.astype(_MADE[id(kind)]), kind), form)
+        return super().cast(input, dst_ty, fp_downcast_rounding)
+
+
+# operators of tensors, by numpy at once
+
+
+def _quotient(a: Any, b: Any) -> Any:
+    """As C divides: towards zero."""
+    return (a - np.fmod(a, b)) // b
+
+
+#: What Triton's interpreter calls in the end for operands of these kinds.
+_DIRECT: dict[str, tuple[Callable[[Any, Any], Any], frozenset[int]]] = {
+    "add": (np.add, _PLAIN),
+    "sub": (np.subtract, _PLAIN),
+    "mul": (np.multiply, _PLAIN),
+    "floordiv": (_quotient, _INTEGERS),
+    "mod": (np.fmod, _INTEGERS),
+    "and": (np.bitwise_and, _WHOLE),
+    "or": (np.bitwise_or, _WHOLE),
+}
+_COMPARED = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal}
+#: Of these, a constant beside a tensor follows other rules.
+_BITS = ("and", "or")
+
+
+def operators(usual: dict[str, Callable]) -> dict[str, Callable]:
+    """Shorter ways to the same results, where there are any, for the operators of tensors ``usual`` by name: ``__add__``, …"""
+    found: dict[str, Callable] = {}
+    for name, (apply, kinds) in (_DIRECT | {name: (apply, _PLAIN) for name, apply in _COMPARED.items()}).items():
+        for swapped in (False, True):
+            full = f"__{'r' if swapped else ''}{name}__"
+            if full in usual:
+                found[full] = _operator(usual[full], apply, kinds, name in _COMPARED, name not in _BITS, swapped)
+                if name == "add":
+                    found[full] = _shifted(found[full])
+    return found
+
+
+def _operator(
+    usual: Callable, apply: Callable[[Any, Any], Any], kinds: frozenset[int], compares: bool, constants: bool, swapped: bool
+) -> Callable:
+    def operator(self: Any, other: Any) -> Any:
+        kind = self.dtype
+        if id(kind) not in kinds:
+            return usual(self, other)
+        left = self.handle.data
+        if type(other) is tl.tensor:
+            if other.dtype is not kind:
+                return usual(self, other)
+            right = other.handle.data
+        else:
+            right = other.value if type(other) is tl.constexpr else other
+            if not constants or not _fits(right, kind):
+                return usual(self, other)
+        form = _form(self, other)
+        if form is None:
+            return usual(self, other)
+        values = apply(right, left) if swapped else apply(left, right)
+        if compares:
+            form = form.with_element_ty(tl.int1) if form.is_block() else tl.int1
+        return tl.tensor(TensorHandle(values, kind), form)
+
+    return operator
+
+
+def _shifted(usual: Callable) -> Callable:
+    """The sum of a pointer and a number; of others the ``usual`` one."""
+
+    def operator(self: Any, other: Any) -> Any:
+        kind = self.dtype
+        if type(kind) is not tl.pointer_type:
+            return usual(self, other)
+        if type(other) is tl.tensor:
+            if id(other.dtype) not in _INTEGERS:
+                return usual(self, other)
+            offset = other.handle.data.astype(np.uint64)
+        else:
+            offset = other.value if type(other) is tl.constexpr else other
+            if type(offset) is not int or offset not in _INT32:
+                return usual(self, other)
+            offset = np.uint64(offset % 2**64)
+        form = _form(self, other)
+        if form is None:
+            return usual(self, other)
+        width = np.uint64(max(1, kind.element_ty.primitive_bitwidth // 8))
+        return tl.tensor(TensorHandle(self.handle.data + width * offset, kind), form)
+
+    return operator
+
+
+def _form(tensor: Any, other: Any) -> Any:
+    """The type of ``tensor`` broadcast to the shape of ``other`` too, where numpy does that as Triton does, else None."""
+    form = tensor.type
+    if tensor.handle.data.ndim == 0:  # of a sum over a whole block
+        return None
+    # shapes are made once (`interpreter._extents`), so equal ones are the same
+    if type(other) is not tl.tensor or other.shape is tensor.shape:
+        return form
+    if other.handle.data.ndim == 0:
+        return None
+    if not other.type.is_block():
+        return form
+    if not form.is_block():
+        return other.type.with_element_ty(form)
+    left, right = tensor.handle.data.shape, other.handle.data.shape
+    if len(left) != len(right) or any(a != b and a != 1 and b != 1 for a, b in zip(left, right, strict=True)):
+        return None
+    return tl.block_type(tensor.dtype, [max(a, b) for a, b in zip(left, right, strict=True)])
 
 
 # types of blocks, made once
