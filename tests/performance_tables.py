@@ -31,6 +31,7 @@ CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77
 CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
 CODE_OF |= {f"2026-11-26-{name}-H100-R2.json": "29ae4f5" for name in ("gemm_rs-out", "ag_gemm-out", "ag_gemm-out-short")}
 CODE_OF |= {f"2026-11-26-{name}-R2{mode}.json": "3069af8" for name in COLLECTIVES for mode in ("", "-graph")}
+CODE_OF |= {f"2026-11-26-{name}-sets-R2{mode}.json": "deecd1c" for name in COLLECTIVES for mode in ("", "-graph")}
 CODE_OF |= {f"2026-11-26-{op}-large-R2.json": "7bc2ac2" for op in OPS}
 CODE_OF |= {f"2026-11-26-all_reduce-ahead-{turns}-R2-graph.json": "e529838 but for what auto takes" for turns in (1, 2)}
 CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
@@ -275,8 +276,10 @@ def size(nbytes: int) -> str:
 
 
 #: all_reduce and gemm_ar in graphs.
-OF_ALL_REDUCE = {"4×H200": "2026-11-22-all_reduce-headline-R4-graph.json", "2×H200": "2026-11-26-all_reduce-R2-graph.json"}
-OF_GEMM_AR = {"4×H200": "2026-11-22-gemm_ar-words-R4-graph.json", "2×H200": "2026-11-26-gemm_ar-R2-graph.json"}
+OF_ALL_REDUCE = {"4×H200": "2026-11-22-all_reduce-headline-R4-graph.json", "2×H200": "2026-11-26-all_reduce-sets-R2-graph.json"}
+OF_GEMM_AR = {"4×H200": "2026-11-22-gemm_ar-words-R4-graph.json", "2×H200": "2026-11-26-gemm_ar-sets-R2-graph.json"}
+#: Before launches took what fits into sets of 64 MB.
+OF_GEMM_AR |= {"2×H200,-smaller-launches": "2026-11-26-gemm_ar-R2-graph.json"}
 
 
 def all_reduce(machine: str) -> str:
@@ -292,7 +295,7 @@ def all_reduce(machine: str) -> str:
 
 def words() -> str:
     """all_reduce in graphs before words were exchanged in turns, and now."""
-    before, now = read("2026-11-26-all_reduce-before-R2-graph.json"), read(OF_ALL_REDUCE["2×H200"])
+    before, now = read("2026-11-26-all_reduce-before-R2-graph.json"), read("2026-11-26-all_reduce-R2-graph.json")
     rows: list[list[str]] = []
     for nbytes, times in now.times.items():
         was = before.times[nbytes]
@@ -314,10 +317,11 @@ def turns() -> str:
     return table(heads, rows)
 
 
-def bursts() -> str:
+def bursts(name: str = "") -> str:
+    """``name``: of the run, as in the records' names, with a hyphen behind it."""
     rows: list[list[str]] = []
     for mode, suffix in (("eager", ""), ("graph", "-graph")):
-        before, now = (read(f"2026-11-26-resnet50-{when}R2{suffix}.json") for when in ("before-", ""))
+        before, now = (read(f"2026-11-26-resnet50-{when}R2{suffix}.json") for when in ("before-", name))
         for keys, times in now.times.items():
             cells = [us(times[method]) for method in ("torch", "torch_coalesced", "each")]
             cells += [us(before.times[keys]["list"]), us(times["list"]), f"{times['torch_coalesced'] / times['list']:.2f}"]
@@ -327,15 +331,43 @@ def bursts() -> str:
     return f"2×H200, bfloat16, µs; before: {before.commit}, now: {now.commit}:\n\n" + table(heads, rows)
 
 
-def collectives() -> str:
+def collectives(name: str = "") -> str:
     rows: list[list[str]] = []
     for op in COLLECTIVES[3:]:
-        record = read(f"2026-11-26-{op}-R2-graph.json")
+        record = read(f"2026-11-26-{op}-{name}R2-graph.json")
         for nbytes, times in record.times.items():
             cells = [us(times[method]) for method in ("torch", "words", "bulk", "auto")]
             rows.append([linked(op, record, rows), size(int(nbytes)), *cells, f"{times['torch'] / times['auto']:.2f}"])
     text = f"2×H200, bfloat16, in a CUDA graph, µs, commit {record.commit}; the size is that of all parts together:\n\n"
     return text + table("op | size | NCCL | words | bulk | auto | × NCCL", rows, 2)
+
+
+def sets() -> str:
+    """all_reduce and its family before launches took what fits into sets of 64 MB, and since: large tensors, by auto."""
+    rows: list[list[str]] = []
+    for op in ("all_reduce", *COLLECTIVES[3:]):
+        before, now = (read(f"2026-11-26-{op}-{name}R2-graph.json") for name in ("", "sets-"))
+        for nbytes, times in now.times.items():
+            if int(nbytes) >= 16 << 20:
+                best = min(times[peer] for peer in ("torch", "torch_one_shot", "torch_two_shot") if peer in times)
+                cells = [us(best), us(before.times[nbytes]["auto"]), us(times["auto"]), f"{best / times['auto']:.2f}"]
+                rows.append([linked(op, now, rows), size(int(nbytes)), *cells])
+    text = f"2×H200, bfloat16, in a CUDA graph, µs; before: {before.commit}, now: {now.commit}:\n\n"
+    return text + table("op | size | best peer, now | before | now | × best peer", rows, 2)
+
+
+def launches() -> str:
+    """Large tensors by the bytes of a part that a launch takes."""
+    rows: list[list[str]] = []
+    for op in ("reduce", "broadcast", "all_gather"):
+        names = ("16", "32", "64") if op == "all_gather" else ("16", "32", "64", "32-words-1024")
+        some = [read(f"2026-11-26-{op}-launches-{name}-R2-graph.json") for name in names]
+        for nbytes, times in some[0].times.items():
+            first = op not in {row[0] for row in rows}
+            cells = [us(record.times[nbytes]["words"]) for record in some]
+            cells = [f"[{cell}]({record.link})" if first else cell for cell, record in zip(cells, some, strict=True)]
+            rows.append([op, size(int(nbytes)), us(times["torch"]), *cells, *[NONE] * (4 - len(some))])
+    return table("op | size | NCCL | 16 MB | 32 MB | 64 MB | 32 MB, blocks of 1024 words", rows, 2)
 
 
 def large() -> str:
@@ -355,7 +387,7 @@ def gemm_ar(machine: str) -> str:
     for shape, times in record.times.items():
         rows.append([shape, us(times["gemm"]), us(times["torch"]), f"{us(times['auto'])} {record.paths[shape]}"])
         rows[-1] += [f"{times['torch'] / times['auto']:.2f}"]
-    text = f"{machine}, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    text = f"{machine.split(',')[0]}, bfloat16, in a CUDA graph, µs, commit {record.commit} ([record]({record.link})):\n\n"
     return text + table("M×N×K | cuBLAS | torch + NCCL | auto, its algorithm | × torch", rows)
 
 
@@ -396,7 +428,7 @@ def swing() -> str:
 
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
-MADE += (all_reduce, words, turns, bursts, collectives, gemm_ar, large, apart, merged, swing)
+MADE += (all_reduce, words, turns, bursts, collectives, sets, launches, gemm_ar, large, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
