@@ -175,7 +175,7 @@ def half_made(group):
     """The heap has room for the first of two blocks only, for a group that cannot make it grow."""
     heap, before = world.current().heap, held()
     room = heap.nbytes - heap.in_use
-    columns = room * 8 // 10 // 4096  # of 4 KiB in the slots for 1024 rows of two ranks; the exchange takes 64 MiB
+    columns = (room - (8 << 20)) // 4096  # of 4 KiB in the slots for 1024 rows of two ranks; the exchange takes 20 MiB and more
     assert told(lambda: fluxlike.create_gemm_rs_context(1024, columns, 1024, torch.bfloat16, group, "sequential"), RuntimeError)[0]
     assert held() == before
     with fluxlike.create_gemm_rs_context(1024, columns // 2, 1024, torch.bfloat16, group, "sequential") as ctx:
