@@ -104,7 +104,7 @@ def with_all_reduce(group):
         for algo, launches in many.items():
             usual = all_reduce.most_bytes
             if algo == "pieces":
-                all_reduce.most_bytes = lambda ranks: M * N
+                all_reduce.most_bytes = lambda ranks, algo: M * N
             made = fluxlike.create_gemm_ar_context(M, N, group=group, algo=algo if launches == 1 else "two_shot")
             with made as ctx, Looks() as looks:
                 for turn in range(3):

@@ -270,7 +270,7 @@ def test_lists_are_cut_into_launches():
 
 def test_a_small_tensor_counts_as_the_block_that_it_takes():
     """Of memory, and of what is sent."""
-    most = ops.most_bytes(2)
+    most = ops.most_bytes(2, "two_shot")
     spans = lists.cut([1] * 10000, 4, most, exchange.BULK)
     assert [span.first for span in spans] == [0, spans[0].last + 1] and spans[-1].last == 9999
     for span in spans:

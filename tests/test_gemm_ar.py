@@ -85,7 +85,7 @@ def test_room():
     for ranks in (2, 3, 4, 8):
         for elements in (1, 1000, 300_000, 1 << 22, 1 << 26):
             words, bulk = all_reduce.room(elements, torch.bfloat16, ranks, "auto")
-            most = min(elements, all_reduce.most_bytes(ranks) // 2)
+            most = min(elements, all_reduce.most_bytes(ranks, "auto") // 2)
             for n in {max(1, most * i // 64) for i in range(65)}:
                 algo = all_reduce.choose(2 * n, ranks)
                 blocks = all_reduce.blocks_of([n], algo, torch.bfloat16, ranks)

@@ -19,9 +19,10 @@ parts still go the other, and no copy of results is left at the end: on two H200
 after the other (docs/measured/2026-11-26-exchange.md).
 
 Memory, on the heap of each rank: two sets, by the parity of the call, of ROWS rows [capacity] of blocks. SCATTER takes from each
-other rank into a row of its own; GATHER from each other owner into a row behind those. There is such memory for
-words and for elements; the flags, as they only grow, have no sets, but a row for each rank that writes them, ROOTED, too: of two
-roots, one after the other, the first one's flag may come behind the second one's, and would set it back.
+other rank into a row of its own; GATHER from each other owner into a row behind those, ROOTED into one row. In bulk ranks have rows
+for themselves, too, which nobody writes: without these the kernel spills for lists on four ranks. There is such memory for words
+and for elements; the flags, as they only grow, have no sets, but a row for each rank that writes them, ROOTED, too: of two roots,
+one after the other, the first one's flag may come behind the second one's, and would set it back.
 
 Of one tensor, the part of rank d begins at d · ``chunk``. A list (of all_reduce) has a ``table`` of int64: addresses of the inputs
 [T], of the results [T], their elements [T], then for each block the number of its tensor [G] and its first element there [G]. So
@@ -125,7 +126,7 @@ def end(epochs, ctl, rank, epoch, R: tl.constexpr, ROOTED: tl.constexpr, MOST: t
 def of_rank(slots, row, own, source: tl.constexpr, rank, B: tl.constexpr):
     """A block of rank ``source`` in fp32: what it has sent, or of this rank ``own``."""
     at = tl.arange(0, B)
-    sent = tl.load(tl.multiple_of(slots + row_from(source, rank) * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
+    sent = tl.load(tl.multiple_of(slots + source * row + at, 16), mask=(at >= 0) & (source != rank), other=0.0)
     return tl.where(source == rank, own, sent.to(tl.float32))
 
 
@@ -215,11 +216,10 @@ def exchange_bulk_kernel(
     programs = tl.num_programs(0)
     epoch = begin(epochs, ctl, rank, root, R, SCATTER, ROOTED)
     row = capacity.to(tl.int64) * B
-    results: tl.constexpr = R - 1 if SCATTER else 0
+    results: tl.constexpr = R if SCATTER else 0
     steps: tl.constexpr = 2 if ROOTED else R
     own, others = share(rank, part, root, ROOTED)
-    rows: tl.constexpr = results + ((1 if ROOTED else R - 1) if GATHER else 0)
-    signals: tl.constexpr = R if SCATTER else 0  # a rank signals itself, too
+    rows: tl.constexpr = results + ((1 if ROOTED else R) if GATHER else 0)
     here = data + (epoch & 1) * rows * row
     at = tl.arange(0, B)
     if SCATTER:
@@ -228,8 +228,7 @@ def exchange_bulk_kernel(
                 owner = owner_at(step, rank, root, R, ROOTED)
                 source, left = place_in_part(x, table, tensors, part, 0, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 values = tl.load(source + at, mask=at < left, other=0)
-                there = peer_address(here + row_from(rank, owner) * row + block * B, ctl, rank, owner)
-                tl.store(tl.multiple_of(there + at, 16), values)
+                tl.store(tl.multiple_of(peer_address(here + rank * row + block * B, ctl, rank, owner) + at, 16), values)
             if ROOTED:
                 publish_set(peer_address(flags, ctl, rank, root) + rank * capacity + block, epoch, False)  # (A)
             else:
@@ -250,20 +249,19 @@ def exchange_bulk_kernel(
                 total = average(total, R)
             reduced = total.to(x.dtype.element_ty)
         if GATHER:
+            number = results + (0 if ROOTED else rank)
             for step in tl.static_range(1, R):
-                peer = (rank + step) % R
-                number = results + (0 if ROOTED else row_from(rank, peer))
-                there = peer_address(here + number * row + block * B, ctl, rank, peer)
+                there = peer_address(here + number * row + block * B, ctl, rank, (rank + step) % R)
                 tl.store(tl.multiple_of(there + at, 16), reduced)
-            publish_set_to_all(flags + (signals + rank) * capacity + block, epoch, ctl, rank, R, S)  # (B)
+            publish_set_to_all(flags + (results + rank) * capacity + block, epoch, ctl, rank, R, S)  # (B)
         result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, rank, block, R, not GATHER, B, MANY, VEC)
         tl.store(result + at, reduced, mask=at < left)
     if GATHER:
         for step in tl.static_range(1, steps):
             owner = owner_at(step, rank, root, R, ROOTED)
-            number = results + (0 if ROOTED else row_from(owner, rank))
+            number = results + (0 if ROOTED else owner)
             for block in range(program, others, programs):
-                slot, flag = here + number * row + block * B, flags + (signals + owner) * capacity + block
+                slot, flag = here + number * row + block * B, flags + (results + owner) * capacity + block
                 reduced = pull(slot, flag, epoch, ctl, rank, WAIT_RESULT, owner, R, B)  # (B)
                 result, left = place_in_part(y, table, tensors, part, 1, n, chunk, width, owner, block, R, False, B, MANY, VEC)
                 tl.store(result + at, reduced, mask=at < left)

@@ -208,7 +208,7 @@ def _run(
             return
         flat, results = zip(*some, strict=True)
         sizes = [x.numel() for x in flat]
-        most = trees.PIECE if algo == "trees" else most_bytes(control.size)
+        most = trees.PIECE if algo == "trees" else most_bytes(control.size, algo)
         contexts, made = [], []
         for span in lists.cut(sizes, flat[0].element_size(), most, exchange.BULK):
             pairs = list(zip(span.of(flat), span.of(results), strict=True))
@@ -324,9 +324,9 @@ def _plan(
     return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, (0, 1)), table)
 
 
-def most_bytes(ranks: int) -> int:
+def most_bytes(ranks: int, algo: str) -> int:
     """Bytes of all parts that one launch takes at most, in whole blocks."""
-    return max(KIND.most(ranks) * ranks // exchange.BULK, 1) * exchange.BULK
+    return max(KIND.most(ranks, algo) * ranks // exchange.BULK, 1) * exchange.BULK
 
 
 def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int, int]:
@@ -334,7 +334,7 @@ def room(elements: int, dtype: torch.dtype, ranks: int, algo: str) -> tuple[int,
     if ranks == 1:  # nothing is exchanged
         return 1, 1
     rows = dict.fromkeys(ALGORITHMS, 1)
-    most = min(elements, most_bytes(ranks) // dtype.itemsize)
+    most = min(elements, most_bytes(ranks, algo) // dtype.itemsize)
     for name in AUTO if algo == "auto" else (algo,):
         # the algorithms follow each other as sizes grow, so each needs most where the next one begins
         after = AUTO[AUTO.index(name) + 1 :] if algo == "auto" else ()

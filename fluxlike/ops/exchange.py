@@ -37,14 +37,14 @@ class Kind(NamedTuple):
     gather: bool = False
     rooted: bool = False
 
-    def rows(self, ranks: int) -> int:
-        """Rows of a set on each rank: for what comes from each other."""
-        others = max(ranks - 1, 1)
-        return others * self.scatter + (1 if self.rooted else others) * self.gather
+    def rows(self, ranks: int, algo: str) -> int:
+        """Rows of a set on each rank: for what comes from each other, in bulk from itself, too."""
+        sources = ranks if algo == "bulk" else max(ranks - 1, 1)
+        return sources * self.scatter + (1 if self.rooted else sources) * self.gather
 
-    def most(self, ranks: int) -> int:
+    def most(self, ranks: int, algo: str) -> int:
         """Bytes of a part in one launch at most, and of those rows: a power of two, as `kept` would round it up to one."""
-        return 1 << ((SET // self.rows(ranks)).bit_length() - 1)
+        return 1 << ((SET // self.rows(ranks, algo)).bit_length() - 1)
 
 
 class Parts(NamedTuple):
@@ -105,9 +105,10 @@ class ExchangeContext(EpochContext):
 
     def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
         """Collective."""
-        self.kind, self.words, self.bulk, rows = kind, words, bulk, kind.rows(control.size)
+        self.kind, self.words, self.bulk = kind, words, bulk
         flags = (kind.scatter + kind.gather) * control.size * bulk
-        regions = {"slots": 2 * rows * words * WORDS * 4, "flags": flags * 8, "data": 2 * rows * bulk * BULK}
+        slots, data = words * WORDS * 4 * kind.rows(control.size, "words"), bulk * BULK * kind.rows(control.size, "bulk")
+        regions = {"slots": 2 * slots, "flags": flags * 8, "data": 2 * data}
         super().__init__(kind.name, control, regions)
         self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
         self.made(kind.name, self.watched)
@@ -173,7 +174,7 @@ def seconds(nbytes: int, ranks: int) -> float:
 def pieces(kind: Kind, n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
     """Launches for parts of ``width`` elements, of ``n`` in all, ``chunk`` from one to the next: first element, parts."""
     elements = block(algo, itemsize)
-    most = max(kind.most(ranks) // (elements * itemsize), 1) * elements
+    most = max(kind.most(ranks, algo) // (elements * itemsize), 1) * elements
     for start in range(0, width, most):
         yield start, Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
 

@@ -150,7 +150,7 @@ def _plan(ctx: GemmARContext, y: torch.Tensor) -> _Plan:
     call = told(f"{algo}/torch", M=m, N=n)
     if ctx.size == 1:
         return _Plan(call, None, [])
-    partial, launches, most = ctx.partial[: m * n].view(m, n), [], all_reduce.most_bytes(ctx.size) // ctx.dtype.itemsize
+    partial, launches, most = ctx.partial[: m * n].view(m, n), [], all_reduce.most_bytes(ctx.size, algo) // ctx.dtype.itemsize
     for start in range(0, m * n, most):
         piece = partial.view(-1)[start : start + most], y.view(-1)[start : start + most]
         row = all_reduce.blocks_of([len(piece[0])], algo, ctx.dtype, ctx.size)

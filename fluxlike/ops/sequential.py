@@ -39,7 +39,7 @@ LIMIT = 16 << 20
 def memory(op: str, control: ControlGroup, nbytes: int) -> ExchangeContext:
     """What the exchanges of calls need whose parts have up to ``nbytes``; larger ones go in pieces. Collective."""
     kind = Kind(op, scatter=op == "gemm_rs", gather=op == "ag_gemm")
-    part = min(nbytes, kind.most(control.size))
+    part = min(nbytes, kind.most(control.size, "words"))
     return ExchangeContext(kind, control, max(1, cdiv(part, exchange.WORDS * 4)), 1)
 
 

@@ -100,7 +100,7 @@ class SparseAllReduceContext(EpochContext):
         self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
         kind = Kind(NAME, gather=True)
-        self.ids = ExchangeContext(kind, control, 1, cdiv(min(nbytes, kind.most(ranks)), exchange.BULK))
+        self.ids = ExchangeContext(kind, control, 1, cdiv(min(nbytes, kind.most(ranks, "bulk")), exchange.BULK))
         self.inner.append(self.ids)
         self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}", self.watched)
 
