@@ -31,6 +31,7 @@ KERNELS = (
     "all_reduce_one_shot_kernel",
     "exchange_words_kernel",
     "exchange_bulk_kernel",
+    "relay_words_kernel",
     "all_reduce_trees_kernel",
     "sparse_all_reduce_kernel",
     "messages_head_kernel",
@@ -51,6 +52,7 @@ CALLS = {
     "trees": ("all_reduce", "trees"),
     "rooted_words": ("reduce", "words"),
     "rooted_bulk": ("reduce", "bulk"),
+    "rooted_relay": ("reduce", "two_shot"),
     "sparse": ("sparse_all_reduce", "owned"),
 }
 #: Those that have more code where they share the last wave of tiles.

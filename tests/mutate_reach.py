@@ -18,6 +18,7 @@ ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a ker
 SPARSE = "sparse"  # rows of sparse tensors, a kernel
 MESSAGES = "messages"  # between nodes, with kernels of their own, most of one program, that only GPUs launch
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own
+RELAY = "relay"  # by way of the others, a kernel
 #: Instructions of inline assembly that order something.
 ORDERING = re.compile(r"\s*(bar\.|barrier\.|fence\.|membar\.|cp\.async\.bulk\.wait_group)")
 #: Of `kernels.puts`: a put with a signal, which is a release, and a wait until all are done.
@@ -146,6 +147,8 @@ def transports(kernel: str) -> tuple[str, ...]:
         return (SPARSE,) if kernel.startswith(SPARSE) else (MESSAGES,)
     if kernel.startswith("exchange"):
         return (str(alone), f"{ROOTED}{alone}")
+    if kernel.startswith(RELAY):
+        return (f"{ROOTED}{RELAY}",)
     return (alone,) if alone else (*TRANSPORTS, STREAM_K) if kernel == "ag_collect_kernel" else TRANSPORTS
 
 

@@ -65,12 +65,15 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
             for _ in range(3):
                 several = fluxlike.all_reduce([x, x[:5]], algo=algo)
             assert torch.equal(several[0].cpu(), total) and torch.equal(several[1].cpu(), total[:5]), f"all_reduce {algo} {n}"
+        for algo in ("words", "two_shot", "bulk"):
+            for _ in range(3):
+                first, theirs = fluxlike.reduce(x, 0, algo=algo), fluxlike.broadcast(x, 1, algo=algo)
+            assert first is None or torch.equal(first.cpu(), total), f"reduce {algo} {n}"
+            assert torch.equal(theirs.cpu(), parts[1]), f"broadcast {algo} {n}"
         for algo in ("words", "bulk"):
             for _ in range(3):
-                mine, first = fluxlike.reduce_scatter(x, algo=algo), fluxlike.reduce(x, 0, algo=algo)
-                whole, theirs = fluxlike.all_gather(x[rows], m=n, algo=algo), fluxlike.broadcast(x, 1, algo=algo)
-            assert torch.equal(mine.cpu(), total[rows]) and (first is None or torch.equal(first.cpu(), total)), f"{algo} {n}"
-            assert torch.equal(theirs.cpu(), parts[1]), f"broadcast {algo} {n}"
+                mine, whole = fluxlike.reduce_scatter(x, algo=algo), fluxlike.all_gather(x[rows], m=n, algo=algo)
+            assert torch.equal(mine.cpu(), total[rows]), f"reduce_scatter {algo} {n}"
             assert torch.equal(whole.cpu(), torch.cat([part[rows_of(n, r, ranks)] for r, part in enumerate(parts)])), f"{algo} {n}"
         y = fluxlike.gemm_ar(x, torch.eye(3).to(device).bfloat16())
         assert torch.equal(y.cpu(), total), f"gemm_ar {n}"
@@ -129,7 +132,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank // env.ranks_per_gpu())
     if torch.cuda.device_count() < ranks:
-        os.environ["FLUXLIKE_TOPOLOGY"] = os.environ.get("FLUXLIKE_TOPOLOGY") or "nvswitch-2"
+        os.environ["FLUXLIKE_TOPOLOGY"] = os.environ.get("FLUXLIKE_TOPOLOGY") or f"nvswitch-{ranks}"
     fluxlike.init(heap_bytes=64 << 20)
     device, heap, nodes = world.current().device, world.current().executor.name, env.virtual_nodes()
     watch_launches(world.current().executor)
@@ -144,10 +147,12 @@ def main() -> None:
         env.put("FLUXLIKE_PUTS", puts)
         products(rank, ranks, device, schedule, ((272, 160, 96), (131, 72, 40)))
     if nodes == 1:
-        world.current().executor.programs = 3
+        # tiles of which some are left behind a whole wave; a CPU's are smaller
+        world.current().executor.programs = 2 * ranks - 1
+        rows, columns = (128, 480) if device.type == "cuda" else (64, 96)
         cost.SHARING = dict.fromkeys(cost.SHARING, 0.0)
         for schedule in ("copy_engine", "in_kernel"):
-            products(rank, ranks, device, schedule, ((256, 224, 320),), shared=True)
+            products(rank, ranks, device, schedule, ((rows * ranks, columns, 320),), shared=True)
     fluxlike.finalize()
     assert wanted <= launched, f"not launched: {sorted(wanted - launched)}"
     print(f"rank {rank}: sanitizer case passed, {len(launched)} kernels on heap {heap}", flush=True)

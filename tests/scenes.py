@@ -242,10 +242,12 @@ def collectives(group: Any, transport: str, kind: str) -> None:
                     time.sleep(0.7)
             _hold("all_reduce", "late" if late else "", call, group.rank(), "")
             programs.configure(SLOW if kind == "slow" and call % RANKS == group.rank() else None)
-            if (transport, kind, call, group.rank()) == ("rooted_words", "late", 5, 0):
+            in_words = transport in ("rooted_words", "rooted_relay")
+            if in_words and (kind, call, group.rank()) == ("late", 5, 0):
                 store.set("root in call 5", "")
-            reads_late = (transport, kind, call, group.rank()) == ("rooted_words", "late", 3, 1)
-            fluxlike.kernels.exchange.receive_from = _receive_late if reads_late else words.receive_from
+            reads_late = in_words and (kind, call, group.rank()) == ("late", 3, 1)
+            for kernels in (fluxlike.kernels.exchange, fluxlike.kernels.relay):
+                kernels.receive_from = _receive_late if reads_late else words.receive_from
             _collective(group, transport, kind, call)
         programs.configure(None)
 

@@ -5,11 +5,11 @@ import test_trees
 import torch
 import torch.distributed as dist
 from faults import told
-from ranks import LARGE_WORLDS, TORCHRUN, device, divided, rows_slice, run_fresh, run_ranks
+from ranks import LARGE_WORLDS, LARGEST, TORCHRUN, device, divided, rows_slice, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.ops import exchange
-from fluxlike.ops.collectives import ALGORITHMS
+from fluxlike.ops import collectives, exchange
+from fluxlike.ops.collectives import ALGORITHMS, BROADCAST, REDUCE, ROOTED
 from fluxlike.runtime import programs, world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,12 +44,15 @@ def reduces(group, dtype, algo):
     for seed, shape in enumerate([(size, 3), (2 * size + 1, 5), (1,), (0, 4), (3 * size - 1, block // 2 + 3)]):
         for op in exchange.OPS if seed < 3 else ("sum",):
             parts = of_all(group, shape, dtype, 100 * seed)
-            y, right = fluxlike.reduce_scatter(parts[rank], group, op, algo), expected(parts, op)
-            assert torch.equal(y, right[rows_slice(shape[0], size, rank)]), f"{shape} {op}"
-            assert y.is_contiguous() and context("reduce_scatter", group).last_path == algo
+            right = expected(parts, op)
+            if algo in ALGORITHMS:
+                y = fluxlike.reduce_scatter(parts[rank], group, op, algo)
+                assert torch.equal(y, right[rows_slice(shape[0], size, rank)]), f"{shape} {op}"
+                assert y.is_contiguous() and context("reduce_scatter", group).last_path == algo
             root = (seed + 1) % size
             y = fluxlike.reduce(parts[rank], root, group, op, algo)
             assert torch.equal(y, right) if rank == root else y is None, f"{shape} {op} at {root}"
+            assert size == 1 or context("reduce", group).last_path == algo
 
 
 def gathers(group, dtype, algo):
@@ -58,21 +61,22 @@ def gathers(group, dtype, algo):
     for seed, shape in enumerate([(size, 3), (2 * size + 1, 5), (1,), (0, 4), (3 * size - 1, block // 2 + 3)]):
         whole = (10 * numbers(shape, torch.float32, seed)).to(dtype)
         mine = whole[rows_slice(shape[0], size, rank)]
-        assert torch.equal(fluxlike.all_gather(mine, group, shape[0], algo), whole), f"{shape}"
-        if shape[0] % size == 0:
-            assert torch.equal(fluxlike.all_gather(mine, group, algo=algo), whole), f"{shape}"
-        assert not seed or context("all_gather", group).last_path == algo
+        if algo in ALGORITHMS:
+            assert torch.equal(fluxlike.all_gather(mine, group, shape[0], algo), whole), f"{shape}"
+            if shape[0] % size == 0:
+                assert torch.equal(fluxlike.all_gather(mine, group, algo=algo), whole), f"{shape}"
+            assert not seed or context("all_gather", group).last_path == algo
         root = (seed + 1) % size
         y = fluxlike.broadcast(whole if rank == root else torch.zeros_like(whole), root, group, algo)
         assert torch.equal(y, whole), f"{shape} from {root}"
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", ROOTED)
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), *LARGE_WORLDS])
 def test_sizes(ranks, algo):
     for dtype in DTYPES if ranks == 2 else DTYPES[1:2]:
         run_ranks(reduces, ranks, dtype=dtype, algo=algo)
-    for dtype in DTYPES if algo == "words" else ANY if ranks == 2 else ANY[::2]:
+    for dtype in DTYPES if algo != "bulk" else ANY if ranks == 2 else ANY[::2]:
         run_ranks(gathers, ranks, dtype=dtype, algo=algo)
 
 
@@ -85,18 +89,23 @@ def places(group, algo):
             x = torch.zeros(710, dtype=dtype, device=device())
             x[offset * rank : offset * rank + 700] = parts[rank]
             x = x[offset * rank : offset * rank + 700]
-            assert torch.equal(fluxlike.all_gather(x, group, algo=algo), torch.cat(parts))
             assert torch.equal(fluxlike.broadcast(x, 1, group, algo=algo), parts[1])
+            if algo in ALGORITHMS:
+                assert torch.equal(fluxlike.all_gather(x, group, algo=algo), torch.cat(parts))
             if dtype.is_floating_point:
                 rows = rows_slice(700, size, rank)
-                assert torch.equal(fluxlike.reduce_scatter(x, group, algo=algo), expected(parts)[rows])
+                if algo in ALGORITHMS:
+                    assert torch.equal(fluxlike.reduce_scatter(x, group, algo=algo), expected(parts)[rows])
                 y = fluxlike.reduce(x, 0, group, algo=algo)
                 assert rank or torch.equal(y, expected(parts))
     parts = of_all(group, (4, 6), torch.bfloat16, 0)
-    assert torch.equal(fluxlike.reduce_scatter(parts[rank].T, group, algo=algo), expected(parts).T[rows_slice(6, size, rank)])
-    assert torch.equal(fluxlike.all_gather(parts[rank].T, group, algo=algo), torch.cat([part.T for part in parts]))
+    assert torch.equal(fluxlike.broadcast(parts[rank].T, 1, group, algo), parts[1].T)
+    if algo in ALGORITHMS:
+        assert torch.equal(fluxlike.reduce_scatter(parts[rank].T, group, algo=algo), expected(parts).T[rows_slice(6, size, rank)])
+        assert torch.equal(fluxlike.all_gather(parts[rank].T, group, algo=algo), torch.cat([part.T for part in parts]))
     strange = torch.tensor([0x7FC1, 0xFFFF, 0x8000, 0x7F80, 0xFFFF, 0xFFFF], dtype=torch.uint16).view(torch.bfloat16).to(device())
-    for got in (fluxlike.broadcast(strange, 0, group, algo), *fluxlike.all_gather(strange, group, algo=algo).chunk(size)):
+    gathered = fluxlike.all_gather(strange, group, algo=algo).chunk(size) if algo in ALGORITHMS else ()
+    for got in (fluxlike.broadcast(strange, 0, group, algo), *gathered):
         same = got.view(torch.int16) == strange.view(torch.int16)
         assert same[:4].all()  # every bit of what is no number
         # but for these, which as a word say that there is none
@@ -119,9 +128,9 @@ def test_no_two_roots_write_one_flag():
     assert counts[0][1] == counts[2][1] == last and counts[1][0] == counts[2][0] == last - 2
 
 
-@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("algo", ROOTED)
 def test_places(algo):
-    run_ranks(places, 2, algo=algo)
+    run_ranks(places, 3 if algo == "two_shot" and LARGEST > 2 else 2, algo=algo)
 
 
 def mixed(group, calls, jitter=False):
@@ -132,11 +141,12 @@ def mixed(group, calls, jitter=False):
     try:
         for call in range(calls):
             n, algo, root = (3000, 20, 5001, 1)[call % 4], ALGORITHMS[call % 3 // 2], call % size
+            rooted = ("words", "two_shot", "bulk", "two_shot")[call % 4]
             parts = of_all(group, n, torch.bfloat16, 7 * call)
             whole, rows = expected(parts), rows_slice(n, size, rank)
-            assert torch.equal(fluxlike.broadcast(parts[rank], root, group, algo), parts[root]), call
+            assert torch.equal(fluxlike.broadcast(parts[rank], root, group, rooted), parts[root]), call
             assert torch.equal(fluxlike.reduce_scatter(parts[rank], group, "sum", algo), whole[rows]), call
-            y = fluxlike.reduce(parts[rank], root, group, "sum", algo)
+            y = fluxlike.reduce(parts[rank], root, group, "sum", rooted)
             assert torch.equal(y, whole) if rank == root else y is None, call
             assert torch.equal(fluxlike.all_gather(whole[rows], group, n, algo), whole), call
         ctx = context("reduce", group)
@@ -150,6 +160,45 @@ def test_calls_back_to_back():
     run_ranks(mixed, 3, calls=9, jitter=True)
 
 
+@pytest.mark.parametrize("op", (REDUCE, BROADCAST))
+@pytest.mark.parametrize("ranks", (2, 3, 4, 8))
+@pytest.mark.parametrize("size", (1, 511, 512 * 21 + 5, 1 << 20, 40 << 20))
+def test_pieces_of_two_trips(op, ranks, size, monkeypatch):
+    """Every element is in one part of one launch, whose rows fit into a set, of the memory that its context is asked for."""
+    monkeypatch.setattr(exchange, "SET", 64 << (10 if size < 1 << 20 else 20))
+    seen, block = 0, exchange.block("two_shot", 2)
+    for start, parts in exchange.pieces(op, size, 0, size, "two_shot", 2, ranks):
+        assert start == seen and start % block == 0 and parts.chunk == parts.width == parts.blocks * block
+        assert parts.chunk * (ranks - 1) >= parts.n > 0
+        seen += parts.n
+        room = exchange.rows(op, "two_shot", parts.blocks, ranks) * op.rows(ranks, "two_shot")
+        assert (ranks - 1) * parts.blocks <= room <= exchange.SET // (4 * exchange.WORDS)
+    assert seen == size
+
+
+def test_auto_takes_two_trips_where_bytes_cost_more():
+    chosen = [collectives._chosen(REDUCE, 16 << kib, 4) for kib in range(10, 24)]
+    assert chosen == sorted(chosen, reverse=True) and {chosen[0], chosen[-1]} == {"words", "two_shot"}
+    assert chosen == [collectives._chosen(BROADCAST, 16 << kib, 4) for kib in range(10, 24)]
+    assert {collectives._chosen(kind, 1 << 30, 2) for kind in (REDUCE, BROADCAST)} == {"words"}  # where two trips gain nothing
+    assert collectives._chosen(collectives.ALL_GATHER, 1 << 30, 8) == "words"
+
+
+def chosen_by_auto(group):
+    x = torch.ones(1 << 19, device=device(), dtype=torch.bfloat16)
+    size, paths = dist.get_world_size(group), []
+    for n in (1, len(x)):
+        y, z = fluxlike.reduce(x[:n], 0, group), fluxlike.broadcast(x[:n], size - 1, group)
+        assert torch.equal(z, x[:n]) and (y is None or torch.equal(y, size * x[:n]))
+        paths += [context(op, group).last_path for op in ("reduce", "broadcast")]
+    return paths
+
+
+@pytest.mark.skipif(LARGEST < 3, reason="two ranks have nobody to pass it on")
+def test_auto_of_reduce_and_broadcast():
+    assert run_ranks(chosen_by_auto, 3)[0] == ["words", "words", "two_shot", "two_shot"]
+
+
 def refusals(group):
     x = torch.zeros(4, 2, device=device())
     rank = dist.get_rank(group)
@@ -157,7 +206,9 @@ def refusals(group):
         (lambda: fluxlike.reduce_scatter(x, group, "prod"), "reduce_scatter: op='prod' is not one of 'sum', 'avg', 'max'"),
         (lambda: fluxlike.reduce_scatter(x, group, ["sum"]), "reduce_scatter: op=['sum'] is not one of 'sum', 'avg', 'max'"),
         (lambda: fluxlike.all_gather(x.int(), group, algo="words"), "all_gather: algo='words' is for bfloat16, float16"),
-        (lambda: fluxlike.all_gather(x, group, algo="ring"), "all_gather: algo='ring' is not one of 'auto', 'words', 'bulk'"),
+        (lambda: fluxlike.all_gather(x, group, algo="two_shot"), "algo='two_shot' is not one of 'auto', 'words', 'bulk'"),
+        (lambda: fluxlike.reduce(x, 0, group, algo="ring"), "algo='ring' is not one of 'auto', 'words', 'two_shot', 'bulk'"),
+        (lambda: fluxlike.broadcast(x.int(), 0, group, "two_shot"), "broadcast: algo='two_shot' is for bfloat16, float16"),
         (lambda: fluxlike.broadcast(x, 2, group), "broadcast: root=2 is no rank of the group"),
         (lambda: fluxlike.reduce(x, True, group), "reduce: root=True is no rank of the group"),
         (lambda: fluxlike.all_gather(x, group, 6 + 4 * rank), "4 rows, which are not those of rank"),

@@ -129,6 +129,7 @@ def collective_graphs(group):
         for algo in collectives.ALGORITHMS:
             made[f"{algo} reduce_scatter"] = [fluxlike.reduce_scatter(xs[2], group, algo=algo)]
             made[f"{algo} all_gather"] = [fluxlike.all_gather(mine, group, m, algo)]
+        for algo in collectives.ROOTED:
             made[f"{algo} reduce"] = [fluxlike.reduce(xs[1], size - 1, group, algo=algo)]
             made[f"{algo} broadcast"] = [fluxlike.broadcast(xs[0], 0, group, algo)]
         return made | {"gemm_ar": [fluxlike.gemm_ar(xs[2], weight, group=group)]}

@@ -171,10 +171,28 @@ def test_a_rank_without_memory_for_a_context(op):
     run_ranks(lacks_memory, 2, op=op)
 
 
+@contextlib.contextmanager
+def one_range(group):
+    """Of the heap's free ranges only the largest: others may be in it, as it has grown in several segments."""
+    heap, control = world.current().heap, world.current().control_of(group)
+    sizes = sorted((size for free in heap._free for _, size in free), reverse=True)
+    largest, *others = [heap.allocate(size, control, world.current().indices(control)) for size in sizes]
+    heap.free(largest)
+    try:
+        yield heap
+    finally:
+        for block in others:
+            heap.free(block)
+
+
 def half_made(group):
     """The heap has room for the first of two blocks only, for a group that cannot make it grow."""
-    heap, before = world.current().heap, held()
-    room = heap.nbytes - heap.in_use
+    with one_range(group) as heap:
+        half_made_in(heap, group)
+
+
+def half_made_in(heap, group):
+    before, room = held(), heap.nbytes - heap.in_use
     columns = (room - (8 << 20)) // 4096  # of 4 KiB in the slots for 1024 rows of two ranks; the exchange takes 20 MiB and more
     assert told(lambda: fluxlike.create_gemm_rs_context(1024, columns, 1024, torch.bfloat16, group, "sequential"), RuntimeError)[0]
     assert held() == before

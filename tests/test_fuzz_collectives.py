@@ -116,13 +116,15 @@ class Step:
 @st.composite
 def steps(draw, world: int) -> Step:
     op = draw(st.sampled_from((*REDUCES, "all_reduce", *MOVES, "gemm_ar")))
-    algo = draw(st.sampled_from(ALGORITHMS.get(op, ("auto", *collectives.ALGORITHMS))))
+    rooted = op in ("reduce", "broadcast")
+    others = ("auto", *(collectives.ROOTED if rooted else collectives.ALGORITHMS))
+    algo = draw(st.sampled_from(ALGORITHMS.get(op, others)))
     count = draw(st.integers(1, 5)) if op.startswith("all_reduce") and draw(st.booleans()) else 1
     shapes = [(draw(SIZES), draw(SIZES)) for _ in range(count)]
     pass_m = draw(st.booleans())
     if op == "all_gather" and not pass_m:
         shapes = [(rows // world * world, columns) for rows, columns in shapes]
-    moved = op in MOVES and algo != "words" and draw(st.booleans())
+    moved = op in MOVES and algo not in ("words", "two_shot") and draw(st.booleans())
     kinds = X_KINDS if op == "gemm_ar" else W_KINDS
     contiguous = st.builds(Layout, offset=st.sampled_from((0, 1, 3, 16)))
     places = [draw(contiguous if op == "all_reduce_" else layouts(kinds)) for _ in range(world)]

@@ -135,8 +135,8 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
 
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
-OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "all_reduce": "all_reduce", "exchange": "all_reduce", "sparse": "all_reduce"}
-OF["messages"] = "messages"
+OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "messages": "messages"}
+OF |= dict.fromkeys(("all_reduce", "exchange", "relay", "sparse"), "all_reduce")
 
 
 def kernels_of(op: str) -> tuple[str, ...]:

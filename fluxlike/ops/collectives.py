@@ -1,10 +1,13 @@
-"""`reduce_scatter`, `all_gather`, `reduce` and `broadcast`, each in one kernel and one trip, without a barrier.
+"""`reduce_scatter`, `all_gather`, `reduce` and `broadcast`, each in one kernel, without a barrier.
 
-Read with `kernels/exchange.py`, which holds the protocol. What they have in common:
+Read with `kernels/exchange.py`, which holds the protocol, and `kernels/relay.py`. What they have in common:
 
-group: the ranks; those given to init if None. ``algo``: "words" (whose bits say that they have come, so nothing else is signalled;
-for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for any dtype), or
-"auto": words where they can be, which were faster at every size on two H200s (docs/measured/2026-11-26-exchange.md).
+group: the ranks; those given to init if None. ``algo``: "words" (one trip, of words whose bits say that they have come, so nothing
+else is signalled; for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for
+any dtype); of reduce and broadcast "two_shot", too (words in two trips, by way of the other ranks, so that the root's port carries
+the tensor once, where in one trip it carries it for each of them); or "auto": words where they can be, which were faster at every
+size on two H200s and four H100s (docs/measured/2026-11-26-exchange.md, 2026-11-26-four-h100.md), in two trips where bytes cost more
+than a trip does.
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
@@ -33,6 +36,8 @@ ALL_GATHER = Kind("all_gather", gather=True)
 REDUCE = Kind("reduce", scatter=True, rooted=True)
 BROADCAST = Kind("broadcast", gather=True, rooted=True)
 ALGORITHMS = ("words", "bulk")
+#: Of reduce and broadcast.
+ROOTED = ("words", "two_shot", "bulk")
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto") -> torch.Tensor:
@@ -203,11 +208,12 @@ def _check(name: str, x: Any, dims: int, algo: str, op: str | None = None) -> No
     """A tensor of ``dims`` dimensions or more; with an ``op``, of numbers."""
     if op is not None:
         validate.reduction(name, op)
-    if algo not in ("auto", *ALGORITHMS):
-        raise ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, ('auto', *ALGORITHMS)))}")
+    known = ("auto", *(ROOTED if name in (REDUCE.name, BROADCAST.name) else ALGORITHMS))
+    if algo not in known:
+        raise ValueError(f"{name}: algo={algo!r} is not one of {', '.join(map(repr, known))}")
     validate.readable(name, "x", x, None, world.current().device)
-    if algo == "words" and x.dtype not in DTYPES:
-        raise ValueError(f"{name}: algo='words' is for bfloat16, float16 and float32, and x has dtype {x.dtype}; use algo='bulk'")
+    if algo in ("words", "two_shot") and x.dtype not in DTYPES:
+        raise ValueError(f"{name}: algo={algo!r} is for bfloat16, float16 and float32, and x has dtype {x.dtype}; use algo='bulk'")
     if op is not None:
         validate.summable(name, x)
     if x.is_conj():
@@ -242,7 +248,9 @@ def _run(
     said = exchange.recorded(n, x.dtype, algo=algo)
     said |= (dict(root=root) if kind.rooted else dict(part=chunk)) | (dict(op=op) if kind.scatter else {})
     if algo == "auto":
-        algo = "words" if x.dtype in DTYPES else "bulk"
+        algo = _chosen(kind, n * x.element_size(), control.size) if x.dtype in DTYPES else "bulk"
+    if control.size == 1 and kind.relayed(algo):
+        algo = "words"  # there is nobody to pass anything on, or to send it to
     given, result, nbytes = x, y, x.element_size()
     x, y = x.view(-1), y.view(-1)
     if kind.gather:
@@ -267,6 +275,13 @@ def _run(
             ctx, launch = made[0]
             dtype = x.dtype if x.dtype != given.dtype else None
             again.remember(ctx, seen, (), (0, _Call(call, launch, dtype)), [] if result is given else [result])
+
+
+def _chosen(kind: Kind, nbytes: int, ranks: int) -> str:
+    """What is expected to be fastest for floats of ``nbytes`` in all: the same on all ranks."""
+    if kind.rooted and exchange.relay_seconds(nbytes) < exchange.seconds(nbytes, ranks):
+        return "two_shot"
+    return "words"
 
 
 def raw(x: torch.Tensor, y: torch.Tensor, chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

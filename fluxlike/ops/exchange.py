@@ -1,4 +1,4 @@
-"""What the operations on parts of tensors share: memory, and launches of the kernels of `kernels/exchange.py`."""
+"""What the operations on parts of tensors share: memory, and launches of the kernels of `kernels/exchange.py` and `relay.py`."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import elements, exchange
+from ..kernels import elements, exchange, relay
 from ..kernels.tiles import cdiv
 from ..kernels.words import EMPTY
 from ..runtime.control import ControlGroup
@@ -30,7 +30,7 @@ START, TRIP, SIGNAL, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 330e9
 
 
 class Kind(NamedTuple):
-    """An operation; see `kernels.exchange`."""
+    """An operation; see `kernels.exchange`, and of one that is ``rooted``, where it goes in two trips, `kernels.relay`."""
 
     name: str
     scatter: bool = False
@@ -41,6 +41,10 @@ class Kind(NamedTuple):
         """Rows of a set on each rank: for what comes from each other, in bulk from itself, too."""
         sources = ranks if algo == "bulk" else max(ranks - 1, 1)
         return sources * self.scatter + (1 if self.rooted else sources) * self.gather
+
+    def relayed(self, algo: str) -> bool:
+        """Whether parts belong to all ranks but the root, which `kernels.relay` passes on."""
+        return self.rooted and algo == "two_shot"
 
     def most(self, ranks: int, algo: str) -> int:
         """Bytes of a part in one launch at most, and of those rows: a power of two, as `kept` would round it up to one."""
@@ -119,8 +123,10 @@ class ExchangeContext(EpochContext):
     ) -> Prepared:  # fmt: skip
         """A launch for "words" or "bulk", which takes tensors in place of x and y, and of a list (``tensors``) a table."""
         kind, room = self.kind, self.bulk if algo == "bulk" else self.words
-        if parts.blocks > room:  # it would write over what lies behind its rows
+        if rows(kind, algo, parts.blocks, self.size) > room:  # it would write over what lies behind its rows
             raise RuntimeError(f"{kind.name}: a part has {parts.blocks} blocks, and there is room for {room}; please report it")
+        if kind.relayed(algo):
+            return self._relayed(x, y, parts, op, vector, root)
         constants: dict[str, Any] = dict(SCATTER=kind.scatter, GATHER=kind.gather, ROOTED=kind.rooted)
         constants |= dict(R=self.size, S=1 << (self.size - 1).bit_length(), OP=OPS[op])
         constants |= dict(MANY=table is not None, VEC=vector, MOST=MOST)
@@ -140,16 +146,25 @@ class ExchangeContext(EpochContext):
         programs = self.programs(parts.blocks, compiled.over)
         return self.prepare(kernel, programs, args, constants, compiled, (0, 1))
 
+    def _relayed(self, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int) -> Prepared:
+        room = self.words * self.kind.rows(self.size, "words")
+        args = (x, y, self.ctl, parts.n, parts.chunk, parts.blocks, root, room, self.offsets["slots"], self.rank)
+        constants = dict(R=self.size, S=1 << (self.size - 1).bit_length(), REDUCE=self.kind.scatter, OP=OPS[op])
+        constants |= dict(WIDTH=4 // x.element_size(), B=WORDS, VEC=vector)
+        constants |= dict(maxnreg=tiling.registers(OF_WORDS.warps, OF_WORDS.over))
+        programs = self.programs(parts.blocks, OF_WORDS.over)
+        return self.prepare(relay.relay_words_kernel, programs, args, constants, OF_WORDS, (0, 1))
+
 
 def context(kind: Kind, control: ControlGroup, algo: str, blocks: int, said: dict[str, Any]) -> ExchangeContext:
-    """The context of an operation on a group, with room for rows of so many blocks; see `kept`. ``said``: of the call's record."""
+    """The context of an operation on a group, with room for parts of so many blocks; see `kept`. ``said``: of the call's record."""
 
     def make(wanted: dict[str, int]) -> ExchangeContext:
         # else each would push to where it has its own memory
         control.agree(f"fluxlike.{kind.name}", [f"{name}={value}" for name, value in said.items()])
         return ExchangeContext(kind, control, **wanted)
 
-    bulk = algo == "bulk"
+    bulk, blocks = algo == "bulk", rows(kind, algo, blocks, control.size)
     sizes = {"words": 1 if bulk else blocks, "bulk": blocks if bulk else 1}
     return kept((kind.name, control.name), control, sizes, make, 1 << 31)
 
@@ -171,10 +186,31 @@ def seconds(nbytes: int, ranks: int) -> float:
     return START + TRIP + nbytes * (ranks - 1) / WORD_RATE
 
 
+def relay_seconds(nbytes: int) -> float:
+    """The same of ``nbytes`` in all, which go to their owners, and from them on."""
+    return START + 2 * TRIP + nbytes / WORD_RATE
+
+
+def rows(kind: Kind, algo: str, blocks: int, ranks: int) -> int:
+    """Blocks that a row must have room for where parts have ``blocks``: relayed, a set is cut into rows as each call needs them."""
+    return cdiv((ranks - 1) * blocks, kind.rows(ranks, algo)) if kind.relayed(algo) else blocks
+
+
 def pieces(kind: Kind, n: int, chunk: int, width: int, algo: str, itemsize: int, ranks: int) -> Iterator[tuple[int, Parts]]:
-    """Launches for parts of ``width`` elements, of ``n`` in all, ``chunk`` from one to the next: first element, parts."""
+    """Launches for parts of ``width`` elements, of ``n`` in all, ``chunk`` from one to the next: first element, parts.
+
+    Relayed, these are all ``n``, and parts are those of a launch.
+    """
     elements = block(algo, itemsize)
     most = max(kind.most(ranks, algo) // (elements * itemsize), 1) * elements
+    if kind.relayed(algo):
+        owners = ranks - 1
+        most = max(most * kind.rows(ranks, algo) // (elements * owners), 1) * elements * owners
+        for start in range(0, width, most):
+            left = min(most, width - start)
+            blocks = cdiv(left, elements * owners)
+            yield start, Parts(left, blocks * elements, blocks * elements, blocks)
+        return
     for start in range(0, width, most):
         yield start, Parts(n - start, chunk, width - start, cdiv(min(most, width - start), elements))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import fluxlike
 
-from ..ops.collectives import ALGORITHMS
+from ..ops.collectives import ALGORITHMS, ROOTED
 from . import bench_reduce
 from .bench_peers import Peers
 from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS
@@ -28,7 +28,7 @@ class Report(bench_reduce.Report):
     """All sizes of one mode."""
 
     PEERS: ClassVar = ("torch",)
-    FIXED: ClassVar = ALGORITHMS
+    FIXED: ClassVar = ROOTED
 
     def moved(self, size: Any) -> float:
         part = 0 if self.op in ("reduce", "broadcast") else 1 / self.ranks
@@ -109,7 +109,13 @@ class AllGather(OfParts):
         return self.out
 
 
-class Reduce(Collective):
+class Rooted(Collective):
+    """What one rank has all of."""
+
+    OURS: ClassVar[tuple[str, ...]] = (*ROOTED, "auto")
+
+
+class Reduce(Rooted):
     OP = "reduce"
 
     @staticmethod
@@ -136,7 +142,7 @@ class Reduce(Collective):
         return got, own + times * others
 
 
-class Broadcast(Collective):
+class Broadcast(Rooted):
     OP = "broadcast"
 
     @staticmethod

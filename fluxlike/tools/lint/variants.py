@@ -99,6 +99,7 @@ def cases(capability: int) -> list[Case]:
             found.append(Case("all_reduce", algo, "list"))
     for algo in collectives.ALGORITHMS:  # with those of all_reduce: every branch of their kernels
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
+    found += [Case(op, "two_shot") for op in COLLECTIVES[:2]]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
@@ -181,13 +182,15 @@ def launches(case: Case, capability: int) -> list[Launch]:
 COME = ("messages_came_kernel", "messages_sum_kernel", "messages_gather_kernel")
 
 
-def _counts(name: str, waits: int, releases: int, arrivals: int, owned_words: int, last: bool, mates: bool) -> dict[str, int]:
+def _counts(
+    name: str, waits: int, releases: int, arrivals: int, peers: int, owned_words: int, last: bool, mates: bool
+) -> dict[str, int]:
     """Operations in the source of a kernel, whatever it is compiled for.
 
     Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
     """
     # waits for words: for everything at once, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words}.get(name, 0)
+    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
     counts["volatile load"] = 3 * waits + 5 * looks  # words are their own flag, so a look is a plain one that may not be left out
@@ -240,6 +243,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, rooted, rooted, 0),
+        # such credits
+        "relay_words_kernel": (peers, 1, 1, 0),
         # parts and results of each, and such credits; each block is released once for all
         "exchange_bulk_kernel": (
             peers * scatter + owners * gather + readers,
@@ -265,11 +270,12 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    counts = _counts(launch.name, waits, releases, arrivals, scatter + owners * gather, bool(last), given.get("L", 1) > 1)
+    counts = _counts(launch.name, waits, releases, arrivals, peers, scatter + owners * gather, bool(last), given.get("L", 1) > 1)
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),
+            "relay_words_kernel": replace(spec, local=FEW),
             "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
             "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
             "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
