@@ -20,6 +20,7 @@ OPS = ("gemm_rs", "ag_gemm")
 COLLECTIVES = ("all_reduce", "resnet50", "gemm_ar", "reduce_scatter", "all_gather", "reduce", "broadcast")
 #: Machines with the headline suite: their records of an op, eager and in graphs.
 HEADLINE = {
+    "4×H100": ("2026-11-26-{}-headline-H100-R4.json", "2026-11-26-{}-headline-H100-R4-graph.json"),
     "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
     "2×H200": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json"),
     "2×H100": ("2026-11-25-{}-timed-H100-R2.json", "2026-11-25-{}-timed-H100-R2-graph.json"),
@@ -119,9 +120,10 @@ def hidden(times: dict[str, float]) -> str:
     return f"{1 - (times['auto'] - gemm) / (torch - gemm):.2f}" if torch - gemm > EXPOSED * gemm else NONE
 
 
-def summary() -> str:
+def summary(*machines: str) -> str:
+    """Of all machines, if none is named."""
     rows: list[list[str]] = []
-    for machine in HEADLINE:
+    for machine in machines or HEADLINE:
         for op in OPS:
             for mode, record in zip(("eager", "graph"), headline(machine, op), strict=True):
                 commit, against = record.commit.split(",")[0], [spread(ratios(record, peer)) for peer in ("torch", "async_tp")]
@@ -261,12 +263,13 @@ def host() -> str:
             copies = us(times["copy_engine"]) if op == "gemm_rs" else NONE  # by a graph of copies, which is taken back
             rows.append([linked(op, record, rows), f"4×H200, {record.commit}", shape, us(times["torch"]), us(times["async_tp"])])
             rows[-1] += [us(times["in_kernel"]), copies, NONE]
-    of_h100s = [(op, headline("2×H100", op)[0], "shapes") for op in OPS]
-    of_h100s += [(op, read(f"2026-11-26-{op}-out-H100-R2.json"), "shapes of few rows") for op in OPS]
-    for op, record, what in of_h100s:
+    of_h100s = [(op, "2×H100", headline("2×H100", op)[0], "shapes") for op in OPS]
+    of_h100s += [(op, "2×H100", read(f"2026-11-26-{op}-out-H100-R2.json"), "shapes of few rows") for op in OPS]
+    of_h100s += [(op, "4×H100", headline("4×H100", op)[0], "shapes") for op in OPS]
+    for op, machine, record, what in of_h100s:
         cells = [[times[method] for times in record.host.values()] for method in ("torch", "async_tp", "auto")]
         told = [f"{us(min(cell))} to {us(max(cell))}" for cell in cells]
-        rows.append([linked(op, record, rows), f"2×H100, {record.commit}", f"{len(cells[0])} {what}", *told[:2]])
+        rows.append([linked(op, record, rows), f"{machine}, {record.commit}", f"{len(cells[0])} {what}", *told[:2]])
         rows[-1] += [NONE, NONE, told[2]]
     return table("op | GPUs, commit | M×N×K | torch + NCCL | async TP | in_kernel | copy_engine | auto", rows, 3)
 
@@ -276,10 +279,12 @@ def size(nbytes: int) -> str:
 
 
 #: all_reduce and gemm_ar in graphs.
-OF_ALL_REDUCE = {"4×H200": "2026-11-22-all_reduce-headline-R4-graph.json", "2×H200": "2026-11-26-all_reduce-sets-R2-graph.json"}
-OF_GEMM_AR = {"4×H200": "2026-11-22-gemm_ar-words-R4-graph.json", "2×H200": "2026-11-26-gemm_ar-sets-R2-graph.json"}
+OF_ALL_REDUCE = {"4×H100": "2026-11-26-all_reduce-H100-R4-graph.json", "2×H200": "2026-11-26-all_reduce-sets-R2-graph.json"}
+OF_GEMM_AR = {"4×H100": "2026-11-26-gemm_ar-H100-R4-graph.json", "2×H200": "2026-11-26-gemm_ar-sets-R2-graph.json"}
 #: Before launches took what fits into sets of 64 MB.
 OF_GEMM_AR |= {"2×H200,-smaller-launches": "2026-11-26-gemm_ar-R2-graph.json"}
+#: Runs of the operations of one trip and of lists, by what the records' names have, and their machines.
+RUNS = {"R2": "2×H200", "sets-R2": "2×H200", "H100-R4": "4×H100"}
 
 
 def all_reduce(machine: str) -> str:
@@ -317,28 +322,33 @@ def turns() -> str:
     return table(heads, rows)
 
 
-def bursts(name: str = "") -> str:
-    """``name``: of the run, as in the records' names, with a hyphen behind it."""
+def bursts(run: str = "R2") -> str:
+    """Two H200s have a run from before, too."""
     rows: list[list[str]] = []
     for mode, suffix in (("eager", ""), ("graph", "-graph")):
-        before, now = (read(f"2026-11-26-resnet50-{when}R2{suffix}.json") for when in ("before-", name))
+        now = read(f"2026-11-26-resnet50-{run}{suffix}.json")
+        before = read(f"2026-11-26-resnet50-before-R2{suffix}.json") if RUNS[run] == "2×H200" else None
         for keys, times in now.times.items():
             cells = [us(times[method]) for method in ("torch", "torch_coalesced", "each")]
-            cells += [us(before.times[keys]["list"]), us(times["list"]), f"{times['torch_coalesced'] / times['list']:.2f}"]
+            cells += [us(before.times[keys]["list"])] if before else []
+            cells += [us(times["list"]), f"{times['torch_coalesced'] / times['list']:.2f}"]
             shown = mode if any(row[0].startswith(f"[{mode}]") for row in rows) else f"[{mode}]({now.link})"
             rows.append([shown, keys, *cells])
-    heads = "calls | keys | NCCL, one call each | coalesced | all_reduce_ of each | of the list, before | now | × coalesced"
-    return f"2×H200, bfloat16, µs; before: {before.commit}, now: {now.commit}:\n\n" + table(heads, rows)
+    lists, which = "of the list", f", commit {now.commit}"
+    if before:
+        lists, which = "of the list, before | now", f"; before: {before.commit}, now: {now.commit}"
+    heads = f"calls | keys | NCCL, one call each | coalesced | all_reduce_ of each | {lists} | × coalesced"
+    return f"{RUNS[run]}, bfloat16, µs{which}:\n\n" + table(heads, rows)
 
 
-def collectives(name: str = "") -> str:
+def collectives(run: str = "R2") -> str:
     rows: list[list[str]] = []
     for op in COLLECTIVES[3:]:
-        record = read(f"2026-11-26-{op}-{name}R2-graph.json")
+        record = read(f"2026-11-26-{op}-{run}-graph.json")
         for nbytes, times in record.times.items():
             cells = [us(times[method]) for method in ("torch", "words", "bulk", "auto")]
             rows.append([linked(op, record, rows), size(int(nbytes)), *cells, f"{times['torch'] / times['auto']:.2f}"])
-    text = f"2×H200, bfloat16, in a CUDA graph, µs, commit {record.commit}; the size is that of all parts together:\n\n"
+    text = f"{RUNS[run]}, bfloat16, in a CUDA graph, µs, commit {record.commit}; the size is that of all parts together:\n\n"
     return text + table("op | size | NCCL | words | bulk | auto | × NCCL", rows, 2)
 
 
@@ -391,6 +401,18 @@ def gemm_ar(machine: str) -> str:
     return text + table("M×N×K | cuBLAS | torch + NCCL | auto, its algorithm | × torch", rows)
 
 
+def whole(name: str) -> str:
+    """All methods of a record of all_reduce or gemm_ar, by size or shape."""
+    record = read(f"2026-11-26-{name}.json")
+    timed = list(next(iter(record.times.values())))
+    rows: list[list[str]] = []
+    for where, times in record.times.items():
+        rows.append([size(int(where)) if where.isdigit() else where, *(us(times[method]) for method in timed)])
+        rows[-1][-1] += f" {record.paths[where]}"
+    text = f"{'In a CUDA graph' if 'graph' in name else 'Eager'}, µs, commit {record.commit} ([record]({record.link})):\n\n"
+    return text + table(" | ".join(["M×N×K" if "×" in rows[0][0] else "size", *timed]), rows)
+
+
 def apart() -> str:
     rows: list[list[str]] = []
     for op in OPS:
@@ -428,7 +450,7 @@ def swing() -> str:
 
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
-MADE += (all_reduce, words, turns, bursts, collectives, sets, launches, gemm_ar, large, apart, merged, swing)
+MADE += (all_reduce, words, turns, bursts, collectives, sets, launches, gemm_ar, whole, large, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
