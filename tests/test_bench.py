@@ -292,7 +292,8 @@ def test_defaults():
     assert bench.parse(["all_reduce", "--suite", "sweep"], cuda=True).suite == "sweep"
     assert bench.parse(["all_reduce", "--methods", "trees,auto"], cuda=True).methods == ["auto", "trees"]
     for op in ("reduce_scatter", "all_gather", "reduce", "broadcast"):
-        assert bench.parse([op], cuda=True).methods == bench.parse([op], cuda=False).methods == ["torch", "words", "bulk", "auto"]
+        methods = ["torch", "words", *["two_shot"] * (op in ("reduce", "broadcast")), "bulk", "auto"]
+        assert bench.parse([op], cuda=True).methods == bench.parse([op], cuda=False).methods == methods
     bursts = bench.parse(["all_reduce", "--suite", "resnet50"], cuda=True)
     assert bursts.methods == ["torch", "torch_coalesced", "each", "list"]
     assert bench.parse(["all_reduce", "--suite", "resnet50-toy", "--methods", "list"], cuda=False).methods == ["list"]

@@ -176,21 +176,34 @@ def test_pieces_of_two_trips(op, ranks, size, monkeypatch):
     assert seen == size
 
 
-def test_auto_takes_two_trips_where_bytes_cost_more():
-    chosen = [collectives._chosen(REDUCE, 16 << kib, 4) for kib in range(10, 24)]
-    assert chosen == sorted(chosen, reverse=True) and {chosen[0], chosen[-1]} == {"words", "two_shot"}
-    assert chosen == [collectives._chosen(BROADCAST, 16 << kib, 4) for kib in range(10, 24)]
-    assert {collectives._chosen(kind, 1 << 30, 2) for kind in (REDUCE, BROADCAST)} == {"words"}  # where two trips gain nothing
+@pytest.mark.parametrize("kind", (REDUCE, BROADCAST))
+def test_auto_takes_two_trips_where_bytes_cost_more(kind):
+    for ranks in (3, 4, 8):
+        chosen = [collectives._chosen(kind, 1 << power, ranks) for power in range(10, 31)]
+        assert chosen == sorted(chosen, reverse=True) and {chosen[0], chosen[-1]} == {"words", "two_shot"}
+    assert collectives._chosen(kind, 1 << 30, 2) == "words", "with nobody to pass it on the other trip gains nothing"
     assert collectives._chosen(collectives.ALL_GATHER, 1 << 30, 8) == "words"
 
 
+#: Medians in µs, of 16 KB, 1 and 16 MB in one trip on four H100s (docs/measured/2026-11-26-four-h100.md).
+@pytest.mark.parametrize("kind, took", ((REDUCE, (5.7, 9.2, 134)), (BROADCAST, (6.8, 15.4, 146))))
+def test_what_one_trip_is_expected_to_take(kind, took):
+    expected = [1e6 * exchange.rooted_seconds(kind, nbytes, 4) for nbytes in (16 << 10, 1 << 20, 16 << 20)]
+    assert expected == pytest.approx(took, rel=0.2)
+
+
 def chosen_by_auto(group):
-    x = torch.ones(1 << 19, device=device(), dtype=torch.bfloat16)
-    size, paths = dist.get_world_size(group), []
-    for n in (1, len(x)):
-        y, z = fluxlike.reduce(x[:n], 0, group), fluxlike.broadcast(x[:n], size - 1, group)
-        assert torch.equal(z, x[:n]) and (y is None or torch.equal(y, size * x[:n]))
-        paths += [context(op, group).last_path for op in ("reduce", "broadcast")]
+    """Of one element, and of 40 KB where bytes cost a hundred times as much as they do."""
+    x = torch.ones(20_000, device=device(), dtype=torch.bfloat16)
+    size, paths, usual = dist.get_world_size(group), [], exchange.WORD_RATE
+    exchange.WORD_RATE = usual / 100
+    try:
+        for n in (1, len(x)):
+            y, z = fluxlike.reduce(x[:n], 0, group), fluxlike.broadcast(x[:n], size - 1, group)
+            assert torch.equal(z, x[:n]) and (y is None or torch.equal(y, size * x[:n]))
+            paths += [context(op, group).last_path for op in ("reduce", "broadcast")]
+    finally:
+        exchange.WORD_RATE = usual
     return paths
 
 

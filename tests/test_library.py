@@ -426,6 +426,7 @@ def test_compiled_by_inductor_makes_every_call():
     assert calls == [(5, 14)] * 2
 
 
+@pytest.mark.slow
 def test_rows_that_inductor_lays_out():
     run_ranks(compiled, 2, backend="inductor", function="turned", sizes=[8], dynamic=None)
 

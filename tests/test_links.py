@@ -170,6 +170,7 @@ def raced(group, machines, nbytes, out):
     return rows
 
 
+@pytest.mark.slow
 def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
     """The shipped kernels; and what they push, to each byte but the flags, is what the paper says."""
     nbytes, machines, out = 64 << 10, {}, tmp_path / "links.json"

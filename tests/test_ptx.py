@@ -150,8 +150,9 @@ def test_averages_are_rounded_once(tmp_path, monkeypatch) -> None:
     """Also over three ranks: div.full, which Triton makes of a division, is off by up to two units in the last place."""
     to_ptx(monkeypatch, tmp_path)
     launches = [launch for case in variants.cases(90) for launch in variants.launches(case, 90)]
-    reducing = {one.name: one for one in launches if "OP" in one.constants and one.constants.get("SCATTER", True)}
-    assert len(reducing) >= 5
+    given = [(launch, launch.constants) for launch in launches if "OP" in launch.constants]
+    reducing = {one.name: one for one, has in given if has.get("SCATTER", True) and has.get("REDUCE", True)}
+    assert len(reducing) >= 6
     for name, launch in reducing.items():
         constants = launch.constants | {"R": 3, "S": 4, "OP": elements.AVG.value}
         kept = {key: value for key, value in constants.items() if key in launch.constants}

@@ -217,7 +217,7 @@ def test_an_option_of_launch_behind_the_program(tmp_path, given):
 
 
 @pytest.mark.parametrize("program", (["tutorials/03_gemm_reduce_scatter.py"], ["-m", "fluxlike"], ["-m", "fluxlike", "racecheck"]))
-@pytest.mark.parametrize("given", (["--m", "many"], ["--help"]))
+@pytest.mark.parametrize("given", (["--m", "many"], pytest.param(["--help"], marks=pytest.mark.slow)))
 def test_what_the_arguments_are_is_said_once(program, given):
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", "scripts/launch.sh", "--nproc", "2", *program, *given]

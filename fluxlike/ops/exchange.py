@@ -27,6 +27,8 @@ SET = 64 << 20
 #: Seconds of any launch, of a trip to a peer beyond its bytes, of a signal behind them; and bytes a second that a rank pushes, in
 #: words. Fitted to all_reduce on four H200s (docs/measured/2026-11-22-all_reduce-R4.md).
 START, TRIP, SIGNAL, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 330e9
+#: What credits add to a call: of 16 KB to or from a root, over the halves of all_reduce (docs/measured/2026-11-26-four-h100.md).
+CREDITS = 2e-6
 
 
 class Kind(NamedTuple):
@@ -186,9 +188,18 @@ def seconds(nbytes: int, ranks: int) -> float:
     return START + TRIP + nbytes * (ranks - 1) / WORD_RATE
 
 
+def rooted_seconds(kind: Kind, nbytes: int, ranks: int) -> float:
+    """The same of ``nbytes`` from each other rank to a root, or from it to each.
+
+    A root pushes to one after the other. What comes to it comes from all, and the trips beside the bytes.
+    """
+    least, carried = START + TRIP + CREDITS, nbytes * (ranks - 1) / WORD_RATE
+    return max(least, carried) if kind.scatter else least + carried
+
+
 def relay_seconds(nbytes: int) -> float:
-    """The same of ``nbytes`` in all, which go to their owners, and from them on."""
-    return START + 2 * TRIP + nbytes / WORD_RATE
+    """The same of ``nbytes`` in all, to their owners, and from them on."""
+    return START + 2 * TRIP + CREDITS + nbytes / WORD_RATE
 
 
 def rows(kind: Kind, algo: str, blocks: int, ranks: int) -> int:
