@@ -12,9 +12,9 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
                                                  the test files on N GPUs (default: all), every rank in its own process; with --jobs
                                                  over J pytests side by side, which compile side by side, and after them those tests
                                                  that stand none beside them; without arguments then those that end processes or are
-                                                 no rank of torchrun's, and every kernel under compute-sanitizer, in two ranks, where
-                                                 that is installed. What is behind a test that failed runs in new processes, unless -x
-                                                 is given. With fewer GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
+                                                 no rank of torchrun's, and every kernel under compute-sanitizer, in four or two ranks,
+                                                 where that is installed. What is behind a test that failed runs in new processes,
+                                                 unless -x is given. With fewer GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -37,10 +37,11 @@ stand() {
   return "$fx_code"
 }
 
-# Memory, shared memory and barriers of every kernel, in two ranks, and in two as two nodes; says so where it cannot be run.
+# Memory, shared memory and barriers of every kernel, in four ranks, or two where there is no room, and as two nodes; says so where it
+# cannot be run.
 # Three of the six side by side, as most of each is the start of two processes that the tool looks at.
 sanitize() {
-  local fx_tool fx_nodes fx_i fx_found=0 fx_checks=(memcheck racecheck synccheck)
+  local fx_tool fx_nodes fx_i fx_found=0 fx_nproc=$((fx_places >= 4 ? 4 : 2)) fx_checks=(memcheck racecheck synccheck)
   fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {
     echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
     return 0
@@ -48,7 +49,7 @@ sanitize() {
   [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two ranks, and there is room for $fx_places."; return 0; }
   for fx_nodes in 1 2; do
     for fx_i in "${!fx_checks[@]}"; do
-      FLUXLIKE_VIRTUAL_NODES=$fx_nodes apart bash scripts/launch.sh --nproc 2 tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
+      FLUXLIKE_VIRTUAL_NODES=$fx_nodes apart bash scripts/launch.sh --nproc "$fx_nproc" tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
         >"$fx_logs/$fx_i.log" 2>&1
     done
     for fx_i in "${!fx_checks[@]}"; do

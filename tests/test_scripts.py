@@ -92,15 +92,17 @@ def with_stand_ins(tmp_path, programs):
     return env | {"PATH": f"{tmp_path}:/usr/bin:/bin", "FLUXLIKE_PYTHON": str(tmp_path / "python")}
 
 
-@pytest.mark.parametrize("case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "some tests"))
+@pytest.mark.parametrize(
+    "case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "five GPUs", "some tests")
+)
 def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
-    """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for two GPUs."""
+    """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for GPUs."""
     if case == "not found" and os.path.exists("/usr/local/cuda/bin/compute-sanitizer"):
         pytest.skip("compute-sanitizer is installed where it is looked for")
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     sanitizer = (home / "bin" if case == "found in CUDA_HOME" else tmp_path) / "compute-sanitizer"
-    gpus = "GPU 0: a" if case.startswith("one GPU") else "GPU 0: a\nGPU 1: b"
+    gpus = "\n".join(["GPU 0: a", "GPU 1: b", "GPU 2: c", "GPU 3: d", "GPU 4: e"][: {"one": 1, "five": 5}.get(case.split()[0], 2)])
     fails = "*synccheck" if case == "faults" else "nothing"
     python = f"""case "$2" in
       */scripts/run.py) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
@@ -123,7 +125,8 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
         assert ("compute-sanitizer was not run" in done.stdout) == (case != "some tests")
     else:
         assert sorted(f"{line.split()[1]} {line.split()[-1]}" for line in ran) == sorted(CHECKS), ran  # three side by side
-        assert all("--nproc-per-node=2 " in line and f"-- tests/sanitizer_case.py {sanitizer} " in line for line in ran)
+        ranks = 4 if case == "five GPUs" else 2
+        assert all(f"--nproc-per-node={ranks} " in line and f"-- tests/sanitizer_case.py {sanitizer} " in line for line in ran)
 
 
 @pytest.mark.parametrize(("given", "launches"), (((), 3), (("--jobs", "2"), 9), (("-x",), 1)))
