@@ -171,7 +171,7 @@ def test_pieces_of_two_trips(op, ranks, size, monkeypatch):
         assert start == seen and start % block == 0 and parts.chunk == parts.width == parts.blocks * block
         assert parts.chunk * (ranks - 1) >= parts.n > 0
         seen += parts.n
-        room = exchange.rows(op, "two_shot", parts.blocks, ranks) * op.rows(ranks, "two_shot")
+        room = exchange.blocks_of_row(op, "two_shot", parts.blocks, ranks) * op.rows(ranks, "two_shot")
         assert (ranks - 1) * parts.blocks <= room <= exchange.SET // (4 * exchange.WORDS)
     assert seen == size
 

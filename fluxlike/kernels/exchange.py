@@ -6,7 +6,8 @@ SCATTER  Each rank pushes the part of each owner to it; the owner waits for all 
          the ranks, rounded once. So the bits are the same on every repeat, and by every algorithm.
 GATHER   Each owner pushes its part, as it is or as SCATTER has made it, to all ranks, which wait for all parts.
 
-reduce_scatter is SCATTER, all_gather GATHER, all_reduce is both; reduce is SCATTER and broadcast GATHER, ROOTED.
+reduce_scatter is SCATTER, all_gather GATHER, all_reduce is both; reduce is SCATTER and broadcast GATHER, ROOTED (`relay` has the
+same for large tensors of several ranks).
 
 words    Blocks are of B `words` of 32 bits, which are their own flags. Each trip is the data's alone. Floats only.
 bulk     Blocks are of B elements, and have a flag: the number of the last call for which the block has come. Each trip is the

@@ -123,9 +123,12 @@ class ExchangeContext(EpochContext):
         self, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int = -1, tensors: int = 1,
         table: torch.Tensor | None = None,
     ) -> Prepared:  # fmt: skip
-        """A launch for "words" or "bulk", which takes tensors in place of x and y, and of a list (``tensors``) a table."""
+        """A launch of `kernels.exchange` or `kernels.relay`, which takes tensors in place of x and y.
+
+        ``tensors``: of a list, which takes a table, too.
+        """
         kind, room = self.kind, self.bulk if algo == "bulk" else self.words
-        if rows(kind, algo, parts.blocks, self.size) > room:  # it would write over what lies behind its rows
+        if blocks_of_row(kind, algo, parts.blocks, self.size) > room:  # it would write over what lies behind its rows
             raise RuntimeError(f"{kind.name}: a part has {parts.blocks} blocks, and there is room for {room}; please report it")
         if kind.relayed(algo):
             return self._relayed(x, y, parts, op, vector, root)
@@ -166,7 +169,7 @@ def context(kind: Kind, control: ControlGroup, algo: str, blocks: int, said: dic
         control.agree(f"fluxlike.{kind.name}", [f"{name}={value}" for name, value in said.items()])
         return ExchangeContext(kind, control, **wanted)
 
-    bulk, blocks = algo == "bulk", rows(kind, algo, blocks, control.size)
+    bulk, blocks = algo == "bulk", blocks_of_row(kind, algo, blocks, control.size)
     sizes = {"words": 1 if bulk else blocks, "bulk": blocks if bulk else 1}
     return kept((kind.name, control.name), control, sizes, make, 1 << 31)
 
@@ -202,7 +205,7 @@ def relay_seconds(nbytes: int) -> float:
     return START + 2 * TRIP + CREDITS + nbytes / WORD_RATE
 
 
-def rows(kind: Kind, algo: str, blocks: int, ranks: int) -> int:
+def blocks_of_row(kind: Kind, algo: str, blocks: int, ranks: int) -> int:
     """Blocks that a row must have room for where parts have ``blocks``: relayed, a set is cut into rows as each call needs them."""
     return cdiv((ranks - 1) * blocks, kind.rows(ranks, algo)) if kind.relayed(algo) else blocks
 
