@@ -227,6 +227,6 @@ def test_a_useless_command_line_for_the_cost(options, says, monkeypatch, capsys)
 @pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
 def test_the_cost_on_ranks_of_its_own(monkeypatch, tmp_path):
     monkeypatch.delenv("RANK", raising=False)
-    assert cost_main("--rounds", "1", "--out", str(tmp_path)) == 0
+    assert cost_main("--size", "128", "--rounds", "1", "--out", str(tmp_path)) == 0
     record = json.loads((tmp_path / "racecheck-cost.json").read_text())
     assert len(record["rows"]) == 4 and all(row["off"] > 0 and row["on"] > 0 for row in record["rows"])
