@@ -276,6 +276,7 @@ def test_times_and_graphs():
                 assert row.path.startswith("in_kernel/") == (name in ("in_kernel", "auto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_ways_between_nodes(op):
     """Named, they are what they say; on one node they say what they are for."""
@@ -351,6 +352,7 @@ def test_sizes_timed():
                 assert row.path.startswith({"torch": "", "auto": "one_shot"}.get(name, name))
 
 
+@pytest.mark.slow
 def test_bursts_timed():
     argv = ["all_reduce", "--suite", "resnet50", "--eager", "--graph", "--rounds", "2", "--iters", "1"]
     shape = Burst((3, 700, 64))

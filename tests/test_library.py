@@ -420,6 +420,7 @@ def test_compiled_makes_every_call():
     assert calls == [(5, 14)] * 2
 
 
+@pytest.mark.slow
 def test_compiled_by_inductor_makes_every_call():
     """Also of what nobody uses, and of two that are the same."""
     calls = run_ranks(compiled, 2, backend="inductor", function="block", sizes=[8], dynamic=None)

@@ -512,6 +512,7 @@ def test_counts_are_of_the_protocol() -> None:
 # ---- the tool ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_program_of_a_user() -> None:
     command = ["bash", "scripts/launch.sh", "--nproc", "2", "-m", "fluxlike", "lint", "--sm", "90", "tutorials/02_push_tiles.py"]
     command += ["--m", "64", "--n", "256", "--calls", "2"]

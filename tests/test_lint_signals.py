@@ -174,7 +174,7 @@ fluxlike.finalize()
 """
 
 
-@pytest.mark.parametrize("argument", ([], ["warm"]))
+@pytest.mark.parametrize("argument", ([], pytest.param(["warm"], marks=pytest.mark.slow)))
 def test_a_launch_on_other_memory_first_hides_nothing(tmp_path, argument):
     """The same code, of which only the heap's signals show what is wrong: they are set by a plain store."""
     (tmp_path / "program.py").write_text(PROGRAM)

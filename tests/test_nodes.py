@@ -449,7 +449,7 @@ def wrong(group, how, op, schedule, puts):
 
 WRONG = [(how, 4, "shm", "letters", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
 AG_WRONG = (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))
-WRONG += [(how, 4, "shm", "letters", "ag_gemm", schedule) for how, schedule in AG_WRONG]
+WRONG += [pytest.param(how, 4, "shm", "letters", "ag_gemm", schedule, marks=pytest.mark.slow) for how, schedule in AG_WRONG]
 WRONG += [
     pytest.param(how, ranks, "nvshmem", puts, op, "auto", marks=pytest.mark.gpu)
     for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))
