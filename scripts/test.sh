@@ -37,9 +37,8 @@ stand() {
   return "$fx_code"
 }
 
-# Memory, shared memory and barriers of every kernel, in four ranks, or two where there is no room, and as two nodes; says so where it
-# cannot be run.
-# Three of the six side by side, as most of each is the start of two processes that the tool looks at.
+# Memory, shared memory and barriers of every kernel, in four ranks, or two where there is no room, and as two nodes; says so where
+# it cannot be run. Three of the six side by side, as most of each is the start of the processes that the tool looks at.
 sanitize() {
   local fx_tool fx_nodes fx_i fx_found=0 fx_nproc=$((fx_places >= 4 ? 4 : 2)) fx_checks=(memcheck racecheck synccheck)
   fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {

@@ -5,9 +5,9 @@ Read with `kernels/exchange.py`, which holds the protocol, and `kernels/relay.py
 group: the ranks; those given to init if None. ``algo``: "words" (one trip, of words whose bits say that they have come, so nothing
 else is signalled; for bfloat16, float16 and float32, and of their NaNs one comes as another), "bulk" (signals beside the data, for
 any dtype); of reduce and broadcast "two_shot", too (words in two trips, by way of the other ranks, so that the root's port carries
-the tensor once, where in one trip it carries it for each of them); or "auto": words where they can be, which were faster at every
-size on two H200s and four H100s (docs/measured/2026-11-26-exchange.md, 2026-11-26-four-h100.md), in two trips where bytes cost more
-than a trip does.
+the tensor once, where in one trip it carries it for each of them; where there is but one rank, the same as words); or "auto": words
+where they can be, which were faster at every size on two H200s and four H100s (docs/measured/2026-11-26-exchange.md and
+2026-11-26-four-h100.md), in two trips where the bytes are expected to cost more than a trip does.
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
