@@ -40,6 +40,12 @@ def row_in(ctl, peer, start, number, row):
     return (tl.load(ctl + BASES + peer) + start).to(tl.pointer_type(tl.int32)) + number * row
 
 
+@triton.jit
+def place_of(tensor, ctl, n, chunk, part, number, block, R: tl.constexpr, B: tl.constexpr, VEC: tl.constexpr):
+    """`place_in_part` of a block of B elements of part ``number``, of one tensor."""
+    return place_in_part(tensor, ctl, 1, part, 0, n, chunk, chunk, number, block, R, False, B, False, VEC)
+
+
 @triton.jit(do_not_specialize=["n", "chunk", "part", "root", "capacity", "offset", "rank"])
 def relay_words_kernel(
     x, y, ctl, n, chunk, part, root, capacity, offset, rank,
@@ -68,22 +74,18 @@ def relay_words_kernel(
                 owner = (rank + step) % R
                 if owner != root:
                     number = row_from(owner, root)
-                    source, left = place_in_part(
-                        x, ctl, 1, part, 0, n, chunk, chunk, number, block, R, False, B * WIDTH, False, VEC
-                    )  # fmt: skip
+                    source, left = place_of(x, ctl, n, chunk, part, number, block, R, B * WIDTH, VEC)
                     words = sendable(load_payload(source, left, WIDTH, B))
                     if REDUCE:
                         number = row_from(rank, owner)
                     else:  # here, too: the same bits on all ranks
-                        result, left = place_in_part(
-                            y, ctl, 1, part, 1, n, chunk, chunk, number, block, R, False, B * WIDTH, False, VEC
-                        )  # fmt: skip
+                        result, left = place_of(y, ctl, n, chunk, part, number, block, R, B * WIDTH, VEC)
                         store_payload(result, left, words, WIDTH, B)
                     put(row_in(ctl, owner, start, number, row) + block * B, words, B)  # (A)
         block = program + (turn - AHEAD) * programs
         if (block >= program) & (block < part) & (rank != root):
             if REDUCE:
-                source, left = place_in_part(x, ctl, 1, part, 0, n, chunk, chunk, own, block, R, False, B * WIDTH, False, VEC)
+                source, left = place_of(x, ctl, n, chunk, part, own, block, R, B * WIDTH, VEC)
                 mine = load_payload(source, left, WIDTH, B)
                 here = row_in(ctl, rank, start, 0, row) + block * B
                 got = receive(here, row, mine, ctl, rank, WAIT_PARTIAL, R, S, B)  # (A)
@@ -95,7 +97,7 @@ def relay_words_kernel(
                     peer = (rank + step) % R
                     if peer != root:
                         put(row_in(ctl, peer, start, own, row) + block * B, words, B)  # (B)
-                result, left = place_in_part(y, ctl, 1, part, 1, n, chunk, chunk, own, block, R, False, B * WIDTH, False, VEC)
+                result, left = place_of(y, ctl, n, chunk, part, own, block, R, B * WIDTH, VEC)
                 store_payload(result, left, words, WIDTH, B)
         block = program + (turn - 2 * AHEAD) * programs
         if (block >= program) & (block < part) & ((rank == root) == REDUCE):
@@ -105,9 +107,7 @@ def relay_words_kernel(
                     number = row_from(owner, root)
                     there = row_in(ctl, rank, start, number, row) + block * B
                     words = receive_from(there, owner, ctl, rank, WAIT_RESULT, R, B)  # (B)
-                    result, left = place_in_part(
-                        y, ctl, 1, part, 1, n, chunk, chunk, number, block, R, False, B * WIDTH, False, VEC
-                    )  # fmt: skip
+                    result, left = place_of(y, ctl, n, chunk, part, number, block, R, B * WIDTH, VEC)
                     store_payload(result, left, words, WIDTH, B)
     if is_last_program(ctl, False):
         finish(ctl, slot, rank, epoch, R)  # (C)
