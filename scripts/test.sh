@@ -13,8 +13,9 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
                                                  over J pytests side by side, which compile side by side, and after them those tests
                                                  that stand none beside them; without arguments then those that end processes or are
                                                  no rank of torchrun's, and every kernel under compute-sanitizer, in four or two ranks,
-                                                 where that is installed. What is behind a test that failed runs in new processes,
-                                                 unless -x is given. With fewer GPUs than ranks, set FLUXLIKE_RANKS_PER_GPU
+                                                 where that is installed, of both several side by side with --jobs. What is behind a
+                                                 test that failed runs in new processes, unless -x is given. With fewer GPUs than
+                                                 ranks, set FLUXLIKE_RANKS_PER_GPU
 
 Paths among the arguments are relative to the root of the repository.
 EOT
@@ -37,26 +38,32 @@ stand() {
   return "$fx_code"
 }
 
+# Waits for what runs beside, shows what each of them said, and fails as one of them did.
+gather() {
+  local fx_i fx_code=0
+  for fx_i in "${!fx_shards[@]}"; do
+    wait "${fx_shards[fx_i]}" || fx_code=$?
+    cat "$fx_logs/$fx_i.log"
+  done
+  fx_shards=()
+  return "$fx_code"
+}
+
 # Memory, shared memory and barriers of every kernel, in four ranks, or two where there is no room, and as two nodes; says so where
-# it cannot be run. Three of the six side by side, as most of each is the start of the processes that the tool looks at.
+# it cannot be run. Three of the six side by side, or all, as most of each is the start of the processes that the tool looks at.
 sanitize() {
-  local fx_tool fx_nodes fx_i fx_found=0 fx_nproc=$((fx_places >= 4 ? 4 : 2)) fx_checks=(memcheck racecheck synccheck)
+  local fx_tool fx_log fx_i fx_found=0 fx_nproc=$((fx_places >= 4 ? 4 : 2)) fx_checks=(memcheck racecheck synccheck)
   fx_tool=$(PATH=$PATH${CUDA_HOME:+:$CUDA_HOME/bin}:/usr/local/cuda/bin type -P compute-sanitizer) || {
     echo "compute-sanitizer was not run: it is neither on PATH nor in \$CUDA_HOME/bin or /usr/local/cuda/bin. It comes with the CUDA toolkit."
     return 0
   }
   [ "$fx_places" -ge 2 ] || { echo "compute-sanitizer was not run: its case is for two ranks, and there is room for $fx_places."; return 0; }
-  for fx_nodes in 1 2; do
-    for fx_i in "${!fx_checks[@]}"; do
-      FLUXLIKE_VIRTUAL_NODES=$fx_nodes apart bash scripts/launch.sh --nproc "$fx_nproc" tests/sanitizer_case.py "$fx_tool" "${fx_checks[fx_i]}" \
-        >"$fx_logs/$fx_i.log" 2>&1
-    done
-    for fx_i in "${!fx_checks[@]}"; do
-      wait "${fx_shards[fx_i]}" || fx_found=1
-      echo "$fx_tool --tool ${fx_checks[fx_i]} on tests/sanitizer_case.py, nodes: $fx_nodes"
-      cat "$fx_logs/$fx_i.log"
-    done
-    fx_shards=()
+  for fx_i in 0 1 2 3 4 5; do
+    fx_log=$fx_logs/${#fx_shards[@]}.log
+    echo "$fx_tool --tool ${fx_checks[fx_i % 3]} on tests/sanitizer_case.py, nodes: $((fx_i / 3 + 1))" >"$fx_log"
+    FLUXLIKE_VIRTUAL_NODES=$((fx_i / 3 + 1)) apart bash scripts/launch.sh --nproc "$fx_nproc" tests/sanitizer_case.py "$fx_tool" \
+      "${fx_checks[fx_i % 3]}" >>"$fx_log" 2>&1
+    if [ "$fx_i" = 5 ] || { [ "$fx_i" = 2 ] && [ "$fx_jobs" -lt 6 ]; }; then gather || fx_found=1; fi
   done
   return $fx_found
 }
@@ -110,15 +117,17 @@ if [ "${1:-}" = gpu ]; then
   for ((fx_i = 0; fx_i < fx_jobs && fx_jobs > 1; fx_i++)); do
     apart launch -m "not alone" "--shard=$fx_i/$fx_jobs" "$@" >"$fx_logs/$fx_i.log" 2>&1
   done
-  for fx_i in "${!fx_shards[@]}"; do
-    wait "${fx_shards[fx_i]}" || fx_status=$?
-    cat "$fx_logs/$fx_i.log"
-  done
-  fx_shards=()
+  gather || fx_status=$?
   if [ "$fx_jobs" -gt 1 ]; then stand launch -m alone "$@" || fx_status=$?; fi
   # These end their own processes, or are a rank by themselves, so they are none of torchrun's.
   if [ $# -eq 0 ]; then
-    stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py tests/test_nodes.py || fx_status=1
+    stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
+    fx_lot=$((fx_jobs < 4 ? fx_jobs : 4)) # each of these starts ranks of its own, which is most of its time
+    if [ "$fx_lot" -eq 1 ]; then stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_nodes.py || fx_status=1; fi
+    for ((fx_i = 0; fx_i < fx_lot && fx_lot > 1; fx_i++)); do
+      apart "$fx_python" "${fx_pytest[@]}" -m gpu "--shard=$fx_i/$fx_lot" tests/test_nodes.py >"$fx_logs/$fx_i.log" 2>&1
+    done
+    gather || fx_status=1
     stand "$fx_python" "${fx_pytest[@]}" tests/test_alone.py || fx_status=1
     sanitize || fx_status=1
   fi

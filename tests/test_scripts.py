@@ -93,7 +93,8 @@ def with_stand_ins(tmp_path, programs):
 
 
 @pytest.mark.parametrize(
-    "case", ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "five GPUs", "some tests")
+    "case",
+    ("found", "found in CUDA_HOME", "faults", "not found", "one GPU", "one GPU for two", "five GPUs", "some tests", "side by side"),
 )
 def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     """test.sh gpu with stand-ins for Python, which writes down what it is to run, for the sanitizer, and for GPUs."""
@@ -106,19 +107,23 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     fails = "*synccheck" if case == "faults" else "nothing"
     python = f"""case "$2" in
       */scripts/run.py) echo "launch $FLUXLIKE_VIRTUAL_NODES $*" >>{tmp_path}/ran; case "$*" in {fails}) exit 1 ;; esac ;;
-      pytest) echo "pytest $*" >>{tmp_path}/ran ;;
+      pytest) echo "pytest $*" >>{tmp_path}/ran; case "$*" in *--shard=1/4*) exit 1 ;; esac ;;
       *) exec {sys.executable} "$@" ;;
     esac"""
     tools = {} if case == "not found" else {sanitizer: "exit 3"}
     env = with_stand_ins(tmp_path, {"nvidia-smi": f"echo '{gpus}'", "python": python, **tools}) | {"CUDA_HOME": str(home)}
     env |= {"FLUXLIKE_RANKS_PER_GPU": "2"} if case == "one GPU for two" else {}
-    command = ["bash", "scripts/test.sh", "gpu", *(["-k", "some"] if case == "some tests" else [])]
+    given = {"some tests": ["-k", "some"], "side by side": ["--jobs", "7"]}.get(case, [])
+    command = ["bash", "scripts/test.sh", "gpu", *given]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == (case == "faults"), done.stdout + done.stderr
+    assert done.returncode == (case in ("faults", "side by side")), done.stdout + done.stderr
     ran = (tmp_path / "ran").read_text().splitlines()
-    assert "pytest -q" in ran.pop(0)
+    for _ in range(8 if case == "side by side" else 1):
+        assert "pytest -q" in ran.pop(0)
     if case != "some tests":
-        assert ran.pop(0).split()[-2:] == ["tests/test_faults_processes.py", "tests/test_nodes.py"]
+        assert ran.pop(0).split()[-1] == "tests/test_faults_processes.py"
+        shards = [f"--shard={i}/4 " for i in range(4)] if case == "side by side" else [""]
+        assert sorted(ran.pop(0).split("gpu ")[1] for _ in shards) == [f"{shard}tests/test_nodes.py" for shard in shards]
         assert ran.pop(0).split()[-1] == "tests/test_alone.py"
     if case in ("not found", "one GPU", "some tests"):
         assert ran == []
