@@ -285,6 +285,8 @@ OF_GEMM_AR = {"4×H100": "2026-11-26-gemm_ar-H100-R4-graph.json", "2×H200": "20
 OF_GEMM_AR |= {"2×H200,-smaller-launches": "2026-11-26-gemm_ar-R2-graph.json"}
 #: Runs of the operations of one trip and of lists, by what the records' names have, and their machines.
 RUNS = {"R2": "2×H200", "sets-R2": "2×H200", "H100-R4": "4×H100"}
+#: Operations of such a run that have been measured again since, and the run that has them.
+AGAIN = {("reduce", "H100-R4"): "relay-H100-R4", ("broadcast", "H100-R4"): "relay-H100-R4"}
 
 
 def all_reduce(machine: str) -> str:
@@ -343,13 +345,32 @@ def bursts(run: str = "R2") -> str:
 
 def collectives(run: str = "R2") -> str:
     rows: list[list[str]] = []
-    for op in COLLECTIVES[3:]:
-        record = read(f"2026-11-26-{op}-{run}-graph.json")
+    records = {op: read(f"2026-11-26-{op}-{AGAIN.get((op, run), run)}-graph.json") for op in COLLECTIVES[3:]}
+    methods = list(next(iter(records["broadcast"].times.values())))  # that op has all of them
+    for op, record in records.items():
         for nbytes, times in record.times.items():
-            cells = [us(times[method]) for method in ("torch", "words", "bulk", "auto")]
+            cells = [us(times.get(method)) for method in methods]
             rows.append([linked(op, record, rows), size(int(nbytes)), *cells, f"{times['torch'] / times['auto']:.2f}"])
-    text = f"{RUNS[run]}, bfloat16, in a CUDA graph, µs, commit {record.commit}; the size is that of all parts together:\n\n"
-    return text + table("op | size | NCCL | words | bulk | auto | × NCCL", rows, 2)
+    usual, *others = dict.fromkeys(record.commit for record in records.values())
+    which = "".join(f", {' and '.join(op for op in records if records[op].commit == commit)} {commit}" for commit in others)
+    text = f"{RUNS[run]}, bfloat16, in a CUDA graph, µs, commit {usual}{which}; the size is that of all parts together:\n\n"
+    return text + table(" | ".join(["op", "size", "NCCL", *methods[1:], "× NCCL"]), rows, 2)
+
+
+def relay() -> str:
+    """reduce and broadcast on four H100s, where they went in one trip at every size, and since."""
+    rows: list[list[str]] = []
+    for op, run in AGAIN:
+        before, now = (read(f"2026-11-26-{op}-{name}-graph.json") for name in (run, AGAIN[op, run]))
+        for nbytes, times in now.times.items():
+            was = before.times.get(nbytes)
+            cells = [us(times[method]) for method in ("torch", "words", "two_shot", "bulk")]
+            cells += [f"{us(times['auto'])} {now.paths[nbytes]}", f"{times['torch'] / times['auto']:.2f}"]
+            cells += [us(was["auto"]), f"{was['torch'] / was['auto']:.2f}"] if was else [NONE] * 2
+            rows.append([linked(op, now, rows), size(int(nbytes)), *cells])
+    text = f"4×H100, bfloat16, in a CUDA graph, µs; before: {before.commit}, now: {now.commit}:\n\n"
+    heads = "op | size | NCCL | words | two_shot | bulk | auto, its algorithm | × NCCL | auto before | × NCCL before"
+    return text + table(heads, rows, 2)
 
 
 def sets() -> str:
@@ -450,7 +471,7 @@ def swing() -> str:
 
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
-MADE += (all_reduce, words, turns, bursts, collectives, sets, launches, gemm_ar, whole, large, apart, merged, swing)
+MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
