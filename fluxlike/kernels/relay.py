@@ -9,7 +9,7 @@ broadcast  The root pushes each owner its part (A). The owner pushes that to the
 
 So each rank sends and receives the tensor once at most, whatever R is, for one trip more. It is van de Geijn's broadcast (scatter
 and all-gather) and Rabenseifner's reduce, but that the root owns nothing: with a part of its own it would carry up to 2(R-1)/R of
-the tensor. On four H100s `exchange` took 535 µs for 64 MB of reduce, and NCCL 208 (docs/measured/2026-11-26-four-h100.md).
+the tensor. On four H100s `exchange` takes 535 µs for 64 MB of reduce, this 233, NCCL 210 (docs/measured/2026-11-26-relay.md).
 
 A program takes blocks program, program + P, … of each part, in turns as `exchange` does: push one block of each part (A), pass on
 the own one of `AHEAD` turns before (B), take what others have passed on before that.

@@ -7,7 +7,7 @@ else is signalled; for bfloat16, float16 and float32, and of their NaNs one come
 any dtype); of reduce and broadcast "two_shot", too (words in two trips, by way of the other ranks, so that the root's port carries
 the tensor once, where in one trip it carries it for each of them; where there is but one rank, the same as words); or "auto": words
 where they can be, which were faster at every size on two H200s and four H100s (docs/measured/2026-11-26-exchange.md and
-2026-11-26-four-h100.md), in two trips where the bytes are expected to cost more than a trip does.
+2026-11-26-four-h100.md), in two trips where the bytes are expected to cost more than a trip does (2026-11-26-relay.md).
 
 A tensor that is not contiguous is copied first. Calls end when their own data is there, may follow each other at once, and may be
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
