@@ -101,8 +101,17 @@ def rows(m, size, rank):
     return max(0, min(full, m - rank * full))
 
 
-@pytest.mark.parametrize(("heap", "puts"), HEAPS_AND_PUTS)
-@pytest.mark.parametrize(("ranks", "parts"), ((4, 2), (2, 2), pytest.param(4, 4, marks=pytest.mark.slow)))
+def of_nodes():
+    """Ranks, nodes, heap and who puts: a quick run has every way of two nodes of two, and one where nodes have one rank each."""
+    for ranks, parts in ((4, 2), (2, 2), (4, 4)):
+        for given in HEAPS_AND_PUTS:
+            heap, puts = getattr(given, "values", given)
+            quick = parts == 2 and (ranks == 4 or puts == "auto")
+            marks = [pytest.mark.gpu] * (heap == "nvshmem") + [pytest.mark.slow] * (not quick)
+            yield pytest.param(ranks, parts, heap, puts, marks=marks)
+
+
+@pytest.mark.parametrize(("ranks", "parts", "heap", "puts"), list(of_nodes()))
 def test_two_operations(ranks, parts, heap, puts):
     outcomes = run_fresh(right, ranks, env={"FLUXLIKE_VIRTUAL_NODES": str(parts)}, heap=heap, timeout=200, puts=puts)
     for outcome in outcomes:
