@@ -185,25 +185,34 @@ def test_auto_takes_two_trips_where_bytes_cost_more(kind):
     assert collectives._chosen(collectives.ALL_GATHER, 1 << 30, 8) == "words"
 
 
-#: Medians in µs, of 16 KB, 1 and 16 MB in one trip on four H100s (docs/measured/2026-11-26-four-h100.md).
-@pytest.mark.parametrize("kind, took", ((REDUCE, (5.7, 9.2, 134)), (BROADCAST, (6.8, 15.4, 146))))
-def test_what_one_trip_is_expected_to_take(kind, took):
-    expected = [1e6 * exchange.rooted_seconds(kind, nbytes, 4) for nbytes in (16 << 10, 1 << 20, 16 << 20)]
-    assert expected == pytest.approx(took, rel=0.2)
+#: Medians in µs, of 16 KB, 1 and 16 MB in one trip and of 1, 4 and 16 MB in two on four H100s (docs/measured/2026-11-26-relay.md).
+@pytest.mark.parametrize(
+    "kind, one, two", ((REDUCE, (5.7, 9.0, 134), (13.9, 26.1, 69.0)), (BROADCAST, (6.6, 15.4, 147), (11.5, 18.4, 56.6)))
+)
+def test_what_a_root_s_call_is_expected_to_take(kind, one, two):
+    assert [1e6 * exchange.rooted_seconds(kind, n, 4) for n in (16 << 10, 1 << 20, 16 << 20)] == pytest.approx(one, rel=0.2)
+    assert [1e6 * exchange.relay_seconds(kind, n << 20) for n in (1, 4, 16)] == pytest.approx(two, rel=0.15)
+
+
+#: Of the sizes there, those at which two trips took less.
+@pytest.mark.parametrize("kind, least", ((REDUCE, 4 << 20), (BROADCAST, 512 << 10)))
+def test_auto_takes_what_was_faster(kind, least):
+    for nbytes in (1 << power for power in (14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28)):
+        assert collectives._chosen(kind, nbytes, 4) == ("two_shot" if nbytes >= least else "words"), nbytes
 
 
 def chosen_by_auto(group):
-    """Of one element, and of 40 KB where bytes cost a hundred times as much as they do."""
-    x = torch.ones(20_000, device=device(), dtype=torch.bfloat16)
-    size, paths, usual = dist.get_world_size(group), [], exchange.WORD_RATE
-    exchange.WORD_RATE = usual / 100
+    """Of one element, and of 80 KB where bytes cost a hundred times as much as they do."""
+    x = torch.ones(40_000, device=device(), dtype=torch.bfloat16)
+    size, paths, usual = dist.get_world_size(group), [], (exchange.WORD_RATE, exchange.ROOT_RATE)
+    exchange.WORD_RATE, exchange.ROOT_RATE = (rate / 100 for rate in usual)
     try:
         for n in (1, len(x)):
             y, z = fluxlike.reduce(x[:n], 0, group), fluxlike.broadcast(x[:n], size - 1, group)
             assert torch.equal(z, x[:n]) and (y is None or torch.equal(y, size * x[:n]))
             paths += [context(op, group).last_path for op in ("reduce", "broadcast")]
     finally:
-        exchange.WORD_RATE = usual
+        exchange.WORD_RATE, exchange.ROOT_RATE = usual
     return paths
 
 

@@ -279,7 +279,7 @@ def _run(
 
 def _chosen(kind: Kind, nbytes: int, ranks: int) -> str:
     """What is expected to be fastest for floats of ``nbytes`` in all: the same on all ranks."""
-    if kind.rooted and exchange.relay_seconds(nbytes) < exchange.rooted_seconds(kind, nbytes, ranks):
+    if kind.rooted and exchange.relay_seconds(kind, nbytes) < exchange.rooted_seconds(kind, nbytes, ranks):
         return "two_shot"
     return "words"
 

@@ -29,6 +29,9 @@ SET = 64 << 20
 START, TRIP, SIGNAL, WORD_RATE = 1.4e-6, 2.3e-6, 2.15e-6, 330e9
 #: What credits add to a call: of 16 KB to or from a root, over the halves of all_reduce (docs/measured/2026-11-26-four-h100.md).
 CREDITS = 2e-6
+#: Bytes a second that a root takes in from all in words, and what two trips to it cost beyond trips, bytes and credits, which those
+#: from it do not (docs/measured/2026-11-26-relay.md).
+ROOT_RATE, TO_ROOT = 375e9, 2.5e-6
 
 
 class Kind(NamedTuple):
@@ -196,13 +199,13 @@ def rooted_seconds(kind: Kind, nbytes: int, ranks: int) -> float:
 
     A root pushes to one after the other. What comes to it comes from all, and the trips beside the bytes.
     """
-    least, carried = START + TRIP + CREDITS, nbytes * (ranks - 1) / WORD_RATE
-    return max(least, carried) if kind.scatter else least + carried
+    least, carried = START + TRIP + CREDITS, nbytes * (ranks - 1)
+    return max(least, carried / ROOT_RATE) if kind.scatter else least + carried / WORD_RATE
 
 
-def relay_seconds(nbytes: int) -> float:
+def relay_seconds(kind: Kind, nbytes: int) -> float:
     """The same of ``nbytes`` in all, to their owners, and from them on."""
-    return START + 2 * TRIP + CREDITS + nbytes / WORD_RATE
+    return START + 2 * TRIP + CREDITS + TO_ROOT * kind.scatter + nbytes / WORD_RATE
 
 
 def blocks_of_row(kind: Kind, algo: str, blocks: int, ranks: int) -> int:
