@@ -260,6 +260,8 @@ _semantic = Semantic(builder)
 
 def _assign(value: Any) -> Any:
     """What ``name = value`` stores in a kernel: the compiler makes tensors of numbers, so the same is done here."""
+    if type(value) is tl.tensor:
+        return value
     if type(value) is tuple:
         return tuple(_assign(item) for item in value)
     return _semantic.to_tensor(value, False)
@@ -287,10 +289,11 @@ def _bind(member: Callable) -> Callable:
     # Triton's interpreter, if somebody used it, leaves a lambda here that has the builtin as a default.
     while not tl.core.is_builtin(member):
         member = (getattr(member, "__kwdefaults__", None) or {})["member"]
+    function = getattr(member, "__wrapped__", member)  # what is around it asks for `_semantic`, and does nothing else
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = _semantic
-        return member(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return bound
 
@@ -344,6 +347,8 @@ def _np_dtype(type: Any) -> np.dtype:
 def _lighter() -> list[tuple[Any, str, Any]]:
     """The replacements, as `_patches`; none of those that do not what this Triton does."""
     found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
+    # that no element is wider than its type says; what has made the elements knows
+    found.append((stock.TensorHandle, "__post_init__", lambda self: None))
     found.append((tl.block_type, "__init__", init_block_type))
     made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
     _init_tensor(ours, made.handle, made.type)

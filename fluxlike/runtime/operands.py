@@ -39,27 +39,43 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
         if left and right:
             plain = id(rhs.dtype) in _PLAIN
             if plain and lhs.dtype is rhs.dtype:
-                # shapes are made once (`interpreter._extents`), so equal ones are the same
-                return (lhs, rhs) if lhs.shape is rhs.shape else self.broadcast_impl_value(lhs, rhs)
+                return self.broadcast_impl_value(lhs, rhs)
             if plain and allow_lhs_ptr and rhs.dtype is not tl.float32 and lhs.dtype.is_ptr():
-                return self.broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
+                return self.broadcast_impl_value(lhs, rhs)
         elif arithmetic_check and (left or right):
             kind = lhs.dtype if left else rhs.dtype
             if id(kind) in _PLAIN and _fits(rhs if left else lhs, kind):
                 constant = self.scalar_constant(rhs if left else lhs, dtype=kind)
-                return self.broadcast_impl_value(*((lhs, constant) if left else (constant, rhs)))  # type: ignore[no-any-return]
+                return self.broadcast_impl_value(*((lhs, constant) if left else (constant, rhs)))
         return super().binary_op_type_checking_impl(  # type: ignore[no-any-return]
             lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
         )
 
+    def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        # shapes are made once (`interpreter._extents`), so equal ones are the same
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        left, right = lhs.type.is_block(), rhs.type.is_block()
+        if left and not right:
+            return lhs, _spread(rhs, lhs.type)
+        if right and not left:
+            return _spread(lhs, rhs.type), rhs
+        return super().broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
+
     def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
         kind = dst_ty.scalar
+        if input.dtype is kind:
+            return input
         if fp_downcast_rounding is None and id(kind) in _MADE and id(input.dtype) in _WHOLE:
-            if input.dtype is kind:
-                return input
             form = input.type.with_element_ty(kind) if input.type.is_block() else kind
             return tl.tensor(TensorHandle(input.handle.data.astype(_MADE[id(kind)]), kind), form)
         return super().cast(input, dst_ty, fp_downcast_rounding)
+
+
+def _spread(scalar: Any, form: Any) -> Any:
+    """A tensor of one element in each place of a block like ``form``."""
+    values = scalar.handle.data
+    return tl.tensor(TensorHandle(np.full(form.shape, values, values.dtype), scalar.dtype), form.with_element_ty(scalar.dtype))
 
 
 # operators of tensors, by numpy at once
@@ -108,7 +124,9 @@ def _operator(
         left = self.handle.data
         if type(other) is tl.tensor:
             if other.dtype is not kind:
-                return usual(self, other)
+                if id(kind) not in _INTEGERS or id(other.dtype) not in _INTEGERS:
+                    return usual(self, other)
+                kind = tl.int64
             right = other.handle.data
         else:
             right = other.value if type(other) is tl.constexpr else other
@@ -118,8 +136,9 @@ def _operator(
         if form is None:
             return usual(self, other)
         values = apply(right, left) if swapped else apply(left, right)
-        if compares:
-            form = form.with_element_ty(tl.int1) if form.is_block() else tl.int1
+        element = tl.int1 if compares else kind
+        if form.scalar is not element:
+            form = form.with_element_ty(element) if form.is_block() else element
         return tl.tensor(TensorHandle(values, kind), form)
 
     return operator
@@ -173,19 +192,19 @@ def _form(tensor: Any, other: Any) -> Any:
 # types of blocks, made once
 
 _made_by_triton = tl.block_type.__init__
-_known: dict[tuple[int, tuple[int, ...]], dict[str, Any]] = {}
+_known: dict[tuple[int, tuple[int, ...], tuple[type, ...]], dict[str, Any]] = {}
 #: They are there for good, and so are their ids.
 _SCALARS = {id(member): member for member in vars(tl).values() if type(member) is tl.dtype}
 
 
 def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
     """``tl.block_type.__init__``."""
-    key = id(element_ty), tuple(shape)
-    if key[0] not in _SCALARS or not key[1] or any(type(extent) is not int for extent in key[1]):
-        _made_by_triton(self, element_ty, shape)
-        return
+    extents = tuple(shape)
+    key = id(element_ty), extents, tuple(map(type, extents))  # by types, too: 4.0 is 4
     known = _known.get(key)
     if known is None:
         _made_by_triton(self, element_ty, shape)
-        known = _known[key] = dict(vars(self))
-    vars(self).update(known)
+        if id(element_ty) in _SCALARS and all(type(extent) is int for extent in extents):
+            _known[key] = dict(vars(self))
+    else:
+        vars(self).update(known)
