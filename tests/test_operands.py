@@ -10,7 +10,7 @@ from triton.language.semantic import TritonSemantic
 
 from fluxlike.runtime import interpreter, operands
 
-TYPES = (tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64)
+TYPES = (tl.int1, tl.int8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64)
 TYPES += (tl.pointer_type(tl.float32),)
 SHAPES = ((), (4,), (1, 4), (2, 4), (2, 1))
 NUMBERS = (0, -3, 2**31 - 1, 2**31, -(2**31), 2**40, True, 0.5, tl.constexpr(2))

@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import programs
-from .operands import Semantic, init_block_type, operators
+from .operands import Semantic, init_block_type, narrow, operators, widen, with_element_ty
 from .programs import Schedule, configure, yield_program
 from .rewriting import interpreted, plain
 
@@ -65,24 +65,6 @@ class _NotInterpreted(NotImplementedError, AttributeError):
 _patch_lock = threading.Lock()
 _inside: set[int] = set()  # threads in `run`
 _saved: list[tuple[Any, str, Any]] = []  # what was there before they came
-
-
-# bfloat16, kept by the interpreter as its bits in uint16
-
-
-def _widen(bits: np.ndarray) -> np.ndarray:
-    """float32 values of bfloat16 bits; exact."""
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _narrow(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bits of float values, to nearest, ties to even, as GPUs and torch round."""
-    values = np.asarray(values, dtype=np.float32)
-    bits = values.view(np.uint32)
-    tie_to_even = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = ((bits + np.uint32(0x7FFF) + tie_to_even) >> np.uint32(16)).astype(np.uint16)
-    nan = np.isnan(values)
-    return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
 
 
 def is_look(op: Any, value: Any) -> bool:
@@ -127,11 +109,11 @@ def _via_float32(name: str) -> Callable:
         compute = getattr(super(_Builder, self), name)
         if not _is_bf16(args[0]):
             return compute(*args)
-        wide = (stock.TensorHandle(_widen(x.data), tl.float32) if hasattr(x, "data") else x for x in args)
+        wide = (stock.TensorHandle(widen(x.data), tl.float32) if hasattr(x, "data") else x for x in args)
         result = compute(*wide).data
         if result.dtype == np.bool_:
             return stock.TensorHandle(result, tl.int1)
-        return stock.TensorHandle(_narrow(result), tl.bfloat16)
+        return stock.TensorHandle(narrow(result), tl.bfloat16)
 
     return operation
 
@@ -167,14 +149,14 @@ class _Builder(stock.InterpreterBuilder):
         return programs.running().grid.dims
 
     def get_bf16(self, value: float) -> Any:
-        return stock.TensorHandle(_narrow(np.array([value])), tl.bfloat16)
+        return stock.TensorHandle(narrow(np.array([value])), tl.bfloat16)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         to = dst_type.scalar
         if _is_bf16(src) and to != tl.bfloat16:
-            return stock.TensorHandle(_widen(src.data).astype(stock._get_np_dtype(to)), to)
+            return stock.TensorHandle(widen(src.data).astype(stock._get_np_dtype(to)), to)
         if to == tl.bfloat16 and not _is_bf16(src):
-            return stock.TensorHandle(_narrow(src.data), to)
+            return stock.TensorHandle(narrow(src.data), to)
         return super().cast_impl(src, dst_type)
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
@@ -208,7 +190,7 @@ class _Builder(stock.InterpreterBuilder):
         """Sums in float32 whatever the operands, by float32 BLAS: numpy has no fast product of halves."""
         if a.dtype.scalar not in (tl.bfloat16, tl.float16):
             return super().create_dot(a, b, d, *options)
-        left, right = (_widen(x.data) if _is_bf16(x) else x.data.astype(np.float32) for x in (a, b))
+        left, right = (widen(x.data) if _is_bf16(x) else x.data.astype(np.float32) for x in (a, b))
         product = np.matmul(left, right)
         product += d.data
         return stock.TensorHandle(product.astype(d.data.dtype, copy=False), d.dtype.scalar)
@@ -323,10 +305,17 @@ def _extents(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return tl.tuple([tl.constexpr(extent) for extent in shape]), tl.constexpr(math.prod(shape))
 
 
+_NO_EXTENTS = _extents(())
+_extents_of: dict[str, tuple[Any, Any]] = {}  # by types' names, as Triton's own tuples take long to hash
+
+
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
     """``tl.tensor.__init__``."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _extents(tuple(type.shape) if type.is_block() else ())
+    found = _extents_of.get(type.name) if type.is_block() else _NO_EXTENTS
+    if found is None:
+        found = _extents_of[type.name] = _extents(tuple(type.shape))
+    self.shape, self.numel = found
 
 
 def _equal_types(self: Any, other: Any) -> bool:
@@ -349,7 +338,7 @@ def _lighter() -> list[tuple[Any, str, Any]]:
     found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
     # that no element is wider than its type says; what has made the elements knows
     found.append((stock.TensorHandle, "__post_init__", lambda self: None))
-    found.append((tl.block_type, "__init__", init_block_type))
+    found += [(tl.block_type, "__init__", init_block_type), (tl.block_type, "with_element_ty", with_element_ty)]
     made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
     _init_tensor(ours, made.handle, made.type)
     attributes = [{name: str(value) for name, value in vars(tensor).items()} for tensor in (made, ours)]

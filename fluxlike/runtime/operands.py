@@ -1,4 +1,4 @@
-"""What Triton makes of operands and their types, where the interpreter asks, without the work where it changes nothing.
+"""What Triton makes of operands and their types, where the interpreter asks, without the work that changes nothing; and bfloat16.
 
 Most operations of a kernel are between numbers of one kind, or with a constant: addresses, masks, loop counters. Triton promotes,
 casts and broadcasts them by rules for all kinds, and makes types anew for each, in Python: a third of the time of interpreting.
@@ -17,8 +17,30 @@ _PLAIN = frozenset(map(id, (tl.int32, tl.int64, tl.float32)))
 _INT32 = range(-(2**31), 2**31)
 _INTEGERS = frozenset(map(id, (tl.int32, tl.int64)))
 _WHOLE = _INTEGERS | {id(tl.int1)}
-#: What whole numbers are cast to by numpy as Triton does.
-_MADE = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
+#: What of whole numbers is cast by numpy as Triton does, and to what.
+_CAST = _WHOLE | {id(tl.int16)}
+_MADE = {id(tl.int16): np.int16, id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
+
+
+# bfloat16, kept by the interpreter as its bits in uint16
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """float32 values of bfloat16 bits; exact."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """bfloat16 bits of float values, to nearest, ties to even, as GPUs and torch round."""
+    values = np.asarray(values, dtype=np.float32)
+    bits = values.view(np.uint32)
+    tie_to_even = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = ((bits + np.uint32(0x7FFF) + tie_to_even) >> np.uint32(16)).astype(np.uint16)
+    nan = np.isnan(values)
+    return np.where(nan, np.uint16(0x7FC0), rounded) if nan.any() else rounded
+
+
+# operands
 
 
 def _fits(number: Any, dtype: tl.dtype) -> bool:
@@ -63,13 +85,22 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
         return super().broadcast_impl_value(lhs, rhs)  # type: ignore[no-any-return]
 
     def cast(self, input: Any, dst_ty: Any, fp_downcast_rounding: str | None = None) -> Any:
-        kind = dst_ty.scalar
-        if input.dtype is kind:
+        kind, given = dst_ty.scalar, input.dtype
+        if given is kind:
             return input
-        if fp_downcast_rounding is None and id(kind) in _MADE and id(input.dtype) in _WHOLE:
-            form = input.type.with_element_ty(kind) if input.type.is_block() else kind
-            return tl.tensor(TensorHandle(input.handle.data.astype(_MADE[id(kind)]), kind), form)
-        return super().cast(input, dst_ty, fp_downcast_rounding)
+        if fp_downcast_rounding is not None:
+            return super().cast(input, dst_ty, fp_downcast_rounding)
+        if id(kind) in _MADE and id(given) in _CAST:
+            values = input.handle.data.astype(_MADE[id(kind)])
+        elif given is tl.bfloat16 and kind is tl.float32:
+            values = widen(input.handle.data)
+        elif given is tl.float32 and kind is tl.bfloat16:
+            values = narrow(input.handle.data)
+        elif given is tl.int64 and type(kind) is tl.pointer_type:
+            values = input.handle.data.view(np.uint64)
+        else:
+            return super().cast(input, dst_ty)
+        return tl.tensor(TensorHandle(values, kind), input.type.with_element_ty(kind) if input.type.is_block() else kind)
 
 
 def _spread(scalar: Any, form: Any) -> Any:
@@ -189,12 +220,15 @@ def _form(tensor: Any, other: Any) -> Any:
     return tl.block_type(tensor.dtype, [max(a, b) for a, b in zip(left, right, strict=True)])
 
 
-# types of blocks, made once
+# types of blocks, made once: nobody changes them
 
 _made_by_triton = tl.block_type.__init__
 _known: dict[tuple[int, tuple[int, ...], tuple[type, ...]], dict[str, Any]] = {}
 #: They are there for good, and so are their ids.
 _SCALARS = {id(member): member for member in vars(tl).values() if type(member) is tl.dtype}
+
+
+_related: dict[tuple[int, str], Any] = {}  # by types' names, as Triton's own tuples take long to hash
 
 
 def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -208,3 +242,14 @@ def init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
             _known[key] = dict(vars(self))
     else:
         vars(self).update(known)
+
+
+def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+    """``tl.block_type.with_element_ty``."""
+    key = id(scalar_ty), self.name
+    found = _related.get(key)
+    if found is None:
+        found = tl.block_type(scalar_ty, self.shape)
+        if key[0] in _SCALARS:
+            _related[key] = found
+    return found
