@@ -271,11 +271,10 @@ def _bind(member: Callable) -> Callable:
     # Triton's interpreter, if somebody used it, leaves a lambda here that has the builtin as a default.
     while not tl.core.is_builtin(member):
         member = (getattr(member, "__kwdefaults__", None) or {})["member"]
-    function = getattr(member, "__wrapped__", member)  # what is around it asks for `_semantic`, and does nothing else
 
     def bound(*args: Any, **kwargs: Any) -> Any:
         kwargs["_semantic"] = _semantic
-        return function(*args, **kwargs)
+        return member(*args, **kwargs)
 
     return bound
 
