@@ -226,8 +226,6 @@ _made_by_triton = tl.block_type.__init__
 _known: dict[tuple[int, tuple[int, ...], tuple[type, ...]], dict[str, Any]] = {}
 #: They are there for good, and so are their ids.
 _SCALARS = {id(member): member for member in vars(tl).values() if type(member) is tl.dtype}
-
-
 _related: dict[tuple[int, str], Any] = {}  # by types' names, as Triton's own tuples take long to hash
 
 
