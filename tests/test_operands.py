@@ -69,6 +69,7 @@ def outcome(operation, *operands):
     except Exception as problem:
         return type(problem), str(problem)
     shape, data = [plain(n) for n in made.shape], made.handle.data
+    assert stock._validate_np_data_size(data, made.handle.dtype)  # Triton asks that of each value, `operands` of none of its own
     return str(made.type), str(made.dtype), shape, str(made.handle.dtype), data.dtype, str(data.tolist())  # NaN, too
 
 
@@ -125,3 +126,28 @@ def test_types_of_blocks_that_are_known(shape):
     for bad in ([], [3], [4.0]):
         with pytest.raises((TypeError, ValueError)):
             operands.init_block_type(object.__new__(tl.block_type), tl.int32, bad)
+
+
+def test_a_value_wider_than_its_kind_is_refused():
+    with interpreter._patched(), pytest.raises(ValueError, match="itemsize"):
+        stock.TensorHandle(np.zeros(4, np.int64), tl.int32)
+
+
+def test_types_with_another_element():
+    usual = tl.block_type.with_element_ty
+    with interpreter._patched():
+        for dtype, other, shape in itertools.product(TYPES, TYPES, ([4], [2, 4], [4, 2])):
+            given = tl.block_type(dtype, shape)
+            for _ in range(2):
+                made = given.with_element_ty(other)
+                assert vars(made) == vars(usual(given, other)) and made.element_ty is other and vars(given)["element_ty"] is dtype
+
+
+def test_one_element_in_each_place_of_a_block():
+    """Also of the outcome of a comparison, which the interpreter notes as of the kind that was compared."""
+    with interpreter._patched():
+        for scalar in (*(block(dtype, ()) for dtype in TYPES), block(tl.int32, ()) < 5):
+            short = operands.Semantic(interpreter.builder).broadcast_impl_value(scalar, block(tl.float32, (2, 4)))[0]
+            long = TritonSemantic(interpreter.builder).broadcast_impl_value(scalar, block(tl.float32, (2, 4)))[0]
+            assert outcome(lambda made: made, short)[:4] == outcome(lambda made: made, long)[:4]
+            assert short.handle.data.tolist() == long.handle.data.tolist() and short.handle.data.dtype == scalar.handle.data.dtype

@@ -335,8 +335,6 @@ def _np_dtype(type: Any) -> np.dtype:
 def _lighter() -> list[tuple[Any, str, Any]]:
     """The replacements, as `_patches`; none of those that do not what this Triton does."""
     found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
-    # that no element is wider than its type says; what has made the elements knows
-    found.append((stock.TensorHandle, "__post_init__", lambda self: None))
     found += [(tl.block_type, "__init__", init_block_type), (tl.block_type, "with_element_ty", with_element_ty)]
     made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
     _init_tensor(ours, made.handle, made.type)

@@ -43,6 +43,14 @@ def narrow(values: np.ndarray) -> np.ndarray:
 # operands
 
 
+class _Handle(TensorHandle):  # type: ignore[misc]
+    """What is made here, whose elements are no wider than their kind: without Triton's look at that for each."""
+
+    def __init__(self, data: Any, dtype: Any) -> None:
+        self.data, self.dtype = data, dtype
+        self.attr: dict[str, Any] = {}
+
+
 def _fits(number: Any, dtype: tl.dtype) -> bool:
     """Whether a constant takes the kind of the tensor beside it, by Triton's rules and without a word of theirs."""
     if type(number) is int:
@@ -100,13 +108,14 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
             values = input.handle.data.view(np.uint64)
         else:
             return super().cast(input, dst_ty)
-        return tl.tensor(TensorHandle(values, kind), input.type.with_element_ty(kind) if input.type.is_block() else kind)
+        return tl.tensor(_Handle(values, kind), input.type.with_element_ty(kind) if input.type.is_block() else kind)
 
 
 def _spread(scalar: Any, form: Any) -> Any:
     """A tensor of one element in each place of a block like ``form``."""
-    values = scalar.handle.data
-    return tl.tensor(TensorHandle(np.full(form.shape, values, values.dtype), scalar.dtype), form.with_element_ty(scalar.dtype))
+    given = scalar.handle
+    spread = np.full(form.shape, given.data, given.data.dtype)
+    return tl.tensor(_Handle(spread, given.dtype), form.with_element_ty(scalar.dtype))
 
 
 # operators of tensors, by numpy at once
@@ -170,7 +179,7 @@ def _operator(
         element = tl.int1 if compares else kind
         if form.scalar is not element:
             form = form.with_element_ty(element) if form.is_block() else element
-        return tl.tensor(TensorHandle(values, kind), form)
+        return tl.tensor(_Handle(values, kind), form)
 
     return operator
 
@@ -195,7 +204,7 @@ def _shifted(usual: Callable) -> Callable:
         if form is None:
             return usual(self, other)
         width = np.uint64(max(1, kind.element_ty.primitive_bitwidth // 8))
-        return tl.tensor(TensorHandle(self.handle.data + width * offset, kind), form)
+        return tl.tensor(_Handle(self.handle.data + width * offset, kind), form)
 
     return operator
 
