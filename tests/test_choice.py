@@ -186,15 +186,35 @@ def test_few_rows_of_a_deep_product_are_for_torch():
 
 
 def test_when_torch_may_multiply():
-    """By auto: few rows, bf16 or fp16, not on the CPU heap. Asked for, always."""
+    """By auto: few rows, or fp32; not on the CPU heap. Asked for, always."""
     few, many = on_h200("gemm_rs", 512, 4096, 14336), on_h200("gemm_rs", 8192, 8192, 28672)
     assert choice.choose(few, "auto", {}).transport == "sequential" != choice.choose(many, "auto", {}).transport
-    for other in (many, replace(few, dtype=torch.float32), replace(few, capability=tiling.CPU)):
+    for other in (many, replace(few, capability=tiling.CPU), replace(few, capability=tiling.CPU, dtype=torch.float32)):
         made = choice.usual(other, "sequential")
         assert choice.why_not(other, made) is not None and made not in choice.candidates(other)
         assert choice.choose(other, "sequential", {}) == made
         assert choice.choose(other, "auto", {other.shape: made}).transport != "sequential"
     assert [made for made in choice.candidates(few) if made.transport == "sequential"] == [choice.usual(few, "sequential")]
+
+
+@pytest.mark.parametrize("capability", ((8, 0), (9, 0), (10, 0)))
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_torch_multiplies_in_fp32(op, capability):
+    """Of any size, as it takes a third of the time; and auto has memory for it."""
+    sizes = (16, 4096, 14336, 2), (1024, 8192, 28672, 2), (8192, 8192, 8192, 4), (32768, 12288, 49152, 8), (64, 64, 64, 1)
+    for m, n, k, ranks in sizes:
+        problem = replace(on_h200(op, m, n, k, ranks), dtype=torch.float32, capability=capability)
+        made = choice.usual(problem, "sequential")
+        assert choice.why_not(problem, made) is None and made in choice.candidates(problem)
+        assert choice.choose(problem, "auto", {}) == made
+        ours = choice.choose(replace(problem, torch_products=False), "auto", {})
+        assert ours.transport not in choice.TORCH
+        if m >= 1024:
+            assert choice.predict(problem, made) < 0.5 * choice.predict(problem, ours)
+    with dry.recording((9, 0), 4):
+        make = gemm_rs.create_gemm_rs_context if op == "gemm_rs" else ag_gemm.create_ag_gemm_context
+        ctx = make(4096, 4096, 4096, torch.float32)
+        assert ctx.scratch.numel() == 4096 * 4096 and ctx.exchange is not None
 
 
 def test_auto_may_be_kept_to_our_kernels(monkeypatch):
@@ -238,8 +258,8 @@ def test_one_rank_multiplies_by_torch():
         for m, n, k in ((8192, 8192, 8192), (512, 57344, 8192), (16, 64, 32), (8192, 57344, 8192)):
             alone = on_h200(op, m, n, k, ranks=1)
             assert choice.choose(alone, "auto", {}).transport == "decomposed"
-            for other in (replace(alone, dtype=torch.float32), replace(alone, capability=tiling.CPU)):
-                assert choice.choose(other, "auto", {}).transport in ("copy_engine", "in_kernel")
+            assert choice.choose(replace(alone, dtype=torch.float32), "auto", {}).transport == "sequential"
+            assert choice.choose(replace(alone, capability=tiling.CPU), "auto", {}).transport in ("copy_engine", "in_kernel")
 
 
 #: (op, M, N, K) of what each of two nodes of two H200s multiplies, and whether the host would take longer for it than the GPU.

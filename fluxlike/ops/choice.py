@@ -139,7 +139,7 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
     if capability == CPU:
         return tuple(Tiling(bm, bn, 64, 4, 1, 1, True) for bm in (32, 64) for bn in (32, 64))
     if dtype == torch.float32:
-        return (Tiling(64, 64, 32, 8, 4, 3, False),)
+        return (tiling.FP32,)
     if tiling.is_large(capability):
         return (
             Tiling(128, 256, 64, 8, 8, 3, True),
@@ -160,9 +160,11 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     if choice.transport in TORCH:
         if choice != usual(problem, choice.transport):
             return "its tiles are torch's"
-        if choice.transport == sequential.NAME and problem.exchanged > sequential.LIMIT:
-            return f"{problem.exchanged} bytes, of which it takes {sequential.LIMIT} at most"
-        return why_not_torch(problem.capability, problem.dtype, problem.torch_products)
+        if choice.transport == sequential.NAME and problem.exchanged > sequential.limit(problem.dtype):
+            return f"{problem.exchanged} bytes, of which it takes {sequential.limit(problem.dtype)} at most"
+        if choice.transport == DECOMPOSED and problem.dtype == torch.float32:
+            return "in fp32 cuBLAS is less exact with the rows of one rank than with all"
+        return why_not_torch(problem.capability, problem.torch_products)
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))
     if tile.group_m not in GROUPS or tile not in known:
         return f"no tile {tile} for compute capability {problem.capability} and {problem.dtype}"
@@ -182,13 +184,13 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     return None
 
 
-def why_not_torch(capability: tuple[int, int], dtype: torch.dtype, allowed: bool) -> str | None:
+def why_not_torch(capability: tuple[int, int], allowed: bool) -> str | None:
     """Why auto makes no calls by torch's product, if it does not. ``allowed``: by FLUXLIKE_TORCH_PRODUCTS."""
     if not allowed:
         return "FLUXLIKE_TORCH_PRODUCTS=0 keeps auto to kernels of ours"
     if capability == CPU:
         return "the CPU heap is for kernels of ours"
-    return "whether torch multiplies fp32 as such is up to its switches" if dtype == torch.float32 else None
+    return None
 
 
 def fits_columns(tile: Tiling, columns: int) -> bool:

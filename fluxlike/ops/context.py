@@ -129,8 +129,8 @@ class Context(GroupContext):
     def _bytes_of(self, exchanged: int) -> int:
         """Bytes of the largest call with schedule "sequential"; 0 if there is none."""
         nbytes = exchanged * self.dtype.itemsize
-        if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.dtype, self.tuned.torch_products) is None:
-            return min(nbytes, sequential.LIMIT)
+        if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.tuned.torch_products) is None:
+            return min(nbytes, sequential.limit(self.dtype))
         return nbytes if self.schedule == sequential.NAME else 0
 
     def forget_plans(self) -> None:

@@ -69,8 +69,10 @@ MEMORY_RATE = MEMORY_RATES["NVIDIA H200"]
 TORCH = 2.5e-6
 #: How well products and the reading of the weight hide each other, of torch and of our kernels: see `_beside`. Fitted to H100s.
 TORCH_HIDES, OURS_HIDE = 4, 3
-#: Rate of multiply-adds of fp32 against bf16: an assumption, from the data sheet.
-FP32 = 0.06
+#: In fp32: the rate of torch's product against bf16, and operations a second of a multiprocessor inside a tile of ours. One H100,
+#: 51.5 and 17.3e12 in all (docs/measured/2026-11-26-fp32.md).
+TORCH_FP32 = 0.071
+TILE_FP32 = 0.131e12
 #: Rate of tiles of 64 rows against 128: an assumption.
 LOW = 0.75
 #: Seconds of any call; of one with a side stream's fork, join and signals; of a copy; of the flags of an in-kernel
@@ -120,14 +122,14 @@ def may_share(capability: tuple[int, int], dtype: torch.dtype) -> bool:
 
 def step_seconds(tile: Tiling, dtype: torch.dtype) -> float:
     """Of one step of a product, of the depth of the tile."""
-    return 2 * tile.bm * tile.bn * tile.bk / (TILE_RATE * (FP32 if dtype == torch.float32 else 1.0))
+    return 2 * tile.bm * tile.bn * tile.bk / (TILE_FP32 if dtype == torch.float32 else TILE_RATE)
 
 
 def tile_seconds(problem: "Problem", choice: "Choice", depth: int, faster: float = 1.0) -> float:
     """Of one tile, on a GPU that multiplies so much faster than an H200."""
     tile = choice.tile
-    rate = TILE_RATE * faster * (1.0 if tile.bn >= 256 else NARROW) * (1.0 if tile.bm >= 128 else LOW)
-    rate *= FP32 if problem.dtype == torch.float32 else 1.0
+    rate = TILE_RATE * (1.0 if tile.bn >= 256 else NARROW) * (1.0 if tile.bm >= 128 else LOW)
+    rate = faster * (TILE_FP32 if problem.dtype == torch.float32 else rate)
     return 2 * tile.bm * tile.bn * depth / rate + TILE_END * tile.bm * tile.bn / (128 * 256)
 
 
@@ -233,7 +235,7 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
 def torch_seconds(problem: "Problem", rows: int) -> float:
     """Of torch's product with so many rows."""
     depth = problem.k if problem.op == "ag_gemm" else cdiv(problem.k or LARGE_K, problem.ranks)
-    operations = 2 * rows * problem.columns * depth / (FP32 if problem.dtype == torch.float32 else 1.0)
+    operations = 2 * rows * problem.columns * depth / (TORCH_FP32 if problem.dtype == torch.float32 else 1.0)
     seconds = operations / (LONG_RATE if operations > LONG * GEMM_RATE else GEMM_RATE)
     waves = cdiv(rows, 128) * cdiv(problem.columns, 256) / problem.programs
     if 0.5 < waves < 2 and problem.dtype != torch.float32:  # fewer tiles are split, more are of sizes that go up better

@@ -45,6 +45,10 @@ class Tiling:
     tma: bool
 
 
+#: Of fp32: of twelve on an H100 the best with few rows; with many, two are up to 18 % faster (docs/measured/2026-11-26-fp32.md).
+FP32 = Tiling(64, 128, 16, 8, 4, 3, False)
+
+
 def is_large(capability: tuple[int, int]) -> bool:
     """GPUs with TMA and 227 KB of shared memory for a program: Hopper and the Blackwell of servers; 12.x has 99 KB."""
     return (9, 0) <= capability < (12, 0)
@@ -66,7 +70,7 @@ def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: 
     if capability == CPU:
         return Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
     if dtype == torch.float32:
-        return Tiling(64, 64, 32, 8, 4, 3, False)
+        return FP32
     if is_large(capability):
         if small:
             return Tiling(64, 128, 128, 8, 4, 4, True)
