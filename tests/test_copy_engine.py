@@ -1,7 +1,9 @@
 """The copy engine of a GPU, its graphs, and other streams, with stand-ins for the driver: no GPU is needed."""
 
 import contextlib
+import itertools
 import threading
+import time
 from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
@@ -85,7 +87,7 @@ def test_what_was_written_last_is_in_the_graph(engine):
 
 
 def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
-    engine._stream = "side"
+    engine._own = SimpleNamespace(stream="side")
     event = SimpleNamespace(record=lambda stream: engine.graphs.job(("event", stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
     engine._batch += ["write", "wait"]
@@ -202,7 +204,7 @@ class Streams:
         said = self.done.append
 
         class Stream:
-            def __init__(self, device=None, priority=0, number=5):
+            def __init__(self, number, device=None):
                 self.cuda_stream = number
 
         class Event:
@@ -217,7 +219,10 @@ class Streams:
             assert event == 3
             said((then, "waits for", "what", first, "holds"))
 
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        numbers = itertools.count(5, 16)
+        monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+        monkeypatch.setattr(driver_module, "make_stream", lambda priority: next(numbers))
+        monkeypatch.setattr(cuda.streams.Own, "_free", {})
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(number=7))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
@@ -228,15 +233,44 @@ class Streams:
         monkeypatch.setattr(cuda.nvshmem, "quiet", lambda stream: said(("quiet", stream)))
 
 
-def test_copies_are_never_on_the_stream_of_the_caller(monkeypatch):
-    """Behind the kernel that waits for its peers' copies, theirs would be behind theirs. torch hands out the same streams again."""
-    streams, numbers = Streams(monkeypatch), iter((7, 7, 5))
-    plain = torch.cuda.Stream
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: plain(number=next(numbers)))
-    made = copy_engine.CudaCopyEngine(torch.device("cuda", 0))
-    made.fork()
-    made.join()
-    assert streams.done == [(5, "waits for", "what", 7, "holds"), (7, "waits for", "what", 5, "holds")] and made._raw == 5
+def test_a_side_stream_is_nobody_elses(monkeypatch):
+    """Not one of torch's, which it hands out again; once its holder is gone it goes to the next, but not where it may be stuck."""
+    Streams(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", None)
+    gpu = torch.device("cuda", 0)
+    executor = SimpleNamespace(device=gpu)
+    engines = [copy_engine.CudaCopyEngine(gpu) for _ in range(40)]
+    lanes, puts = cuda.CudaLanes(executor), cuda.CudaPuts(executor)
+    held = [lanes._raw, puts._raw, *[made._raw for made in engines]]
+    assert len(set(held)) == 42 and cuda.streams.Own(torch.device("cuda", 1)).raw not in held
+    engines[0].abandon()
+    stuck, free = engines[0]._raw, {made._raw for made in engines[1:]}
+    del engines
+    again = [copy_engine.CudaCopyEngine(gpu) for _ in range(40)]
+    found = {made._raw for made in again}
+    assert len(found) == 40 and free < found and not found & {stuck, lanes._raw, puts._raw}
+    assert cuda.streams.Own(gpu).raw not in held, "of another priority"
+
+
+def test_two_threads_may_order_streams_by_one_event(monkeypatch):
+    """A call of one group waits for the ids that another one's thread has begun: none may wait for what the other one recorded."""
+    Streams(monkeypatch)
+    recorded, wrong = [0], []
+
+    def order(event, first, then):
+        recorded[0] = first
+        time.sleep(1e-5)  # as the driver's calls let other threads run
+        if recorded[0] != first:
+            wrong.append((then, first, recorded[0]))
+
+    monkeypatch.setattr(driver_module, "order", order)
+    both = cuda.streams.Order(torch.device("cuda", 0))
+    threads = [threading.Thread(target=lambda first=n: [both(first, first + 1) for _ in range(300)]) for n in (10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_copies_begin_behind_the_caller_where_their_waits_are_not_enough(monkeypatch):

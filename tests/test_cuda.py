@@ -1,5 +1,6 @@
 """What only a GPU shows: CUDA graphs, streams, tiles of full size, waits that run out on the device. Under launch.sh."""
 
+import contextlib
 import os
 import time
 
@@ -228,6 +229,31 @@ def streams(group, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_streams(schedule):
     run_ranks(streams, 4, schedule=schedule)
+
+
+def side_streams(group):
+    """No side stream is one of those that torch hands out to everybody, which are 32 of a priority."""
+    with contextlib.ExitStack() as made:
+        sides = set()
+        for _ in range(3):
+            ctx = made.enter_context(fluxlike.create_gemm_rs_context(64, 64, group=group))
+            sides |= {ctx.engine._raw, ctx.lanes._raw}
+        assert len(sides) == 4, "an engine each, and lanes of the group"
+        torchs = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+        assert not sides & torchs
+        # memory of such a stream can be had, marked as used by another, and captured
+        with ctx.lanes.forked(), ctx.lanes.of(1):
+            t = torch.ones(1 << 20, device=device())
+        t.record_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), ctx.lanes.forked(), ctx.lanes.of(1):
+            t += 1
+        graph.replay()
+        assert t.sum().item() == 2 << 20
+
+
+def test_side_streams():
+    run_ranks(side_streams, 2)
 
 
 def limited_contexts(seconds, *how):

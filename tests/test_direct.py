@@ -320,7 +320,7 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
         return 0
 
     driver.cuCtxGetCurrent, driver.cuCtxSetCurrent = current, lambda known: calls.append((threading.get_ident(), known)) or 0
-    driver.cuStreamCreate = lambda stream, flags: setattr(stream._obj, "value", 9) or 0
+    driver.cuStreamCreateWithPriority = lambda stream, *how: setattr(stream._obj, "value", 9) or 0
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
     executor = object.__new__(cuda.CudaExecutor)
@@ -344,7 +344,7 @@ def test_a_thread_of_the_users_gets_the_context(driver, monkeypatch):
 @pytest.mark.parametrize(("value", "size", "told"), (("1", 2, True), ("0", 2, False), ("", 2, False), ("1", 1, False)))
 def test_launches_that_block_are_told_of(driver, monkeypatch, caplog, value, size, told):
     """No copy of another rank's would be queued while its kernel waits for ours."""
-    driver.cuCtxGetCurrent = driver.cuStreamCreate = lambda found, *flags: setattr(found._obj, "value", 9) or 0
+    driver.cuCtxGetCurrent = driver.cuStreamCreateWithPriority = lambda found, *flags: setattr(found._obj, "value", 9) or 0
     monkeypatch.setattr(cuda.nvshmem, "start", lambda *args, **how: None)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
     executor = object.__new__(cuda.CudaExecutor)

@@ -57,6 +57,33 @@ def test_what_waits_is_behind_ids_ahead(ranks):
     run_ranks(ordered, ranks)
 
 
+def told_to_torch(group):
+    """What the exchange of ids makes, and the launches on the caller's stream read, is freed while they may not be done."""
+    executor, rank = world.current().executor, dist.get_rank(group)
+    told, taken, in_use = [], [], executor.in_use
+    weight = torch.zeros(50, 4, device=device(), requires_grad=True)
+    with fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx:
+        run = ctx.run
+        ctx.run = lambda pending, *args: [taken.append(pending), run(pending, *args)][1]
+        executor.in_use = lambda t: [told.append(t), in_use(t)]
+        try:
+            for start in (False, True):
+                ids = torch.arange(3 + rank, device=device())
+                if start:
+                    ctx.start_indices(ids)
+                fluxlike.sparse_all_reduce(embedding(ids, weight, 0), group=group, ctx=ctx)
+                *_, pending = taken
+                for made in (pending.local.order, pending.local.starts, *pending.table):
+                    assert any(made is other for other in told)
+                told.clear()
+        finally:
+            executor.in_use = in_use
+
+
+def test_memory_of_the_ids_is_told_to_torch():
+    run_ranks(told_to_torch, 2)
+
+
 def beside_products(group):
     """Ids go ahead of products that take all multiprocessors and wait for peers, in both ways, again and again."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)

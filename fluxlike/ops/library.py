@@ -253,7 +253,8 @@ def gemm_rs_gather_op(
         if not control.spans:
             sizes = {"max_m": x.shape[0], "n": weight.shape[0]}
             ctx = kept("gemm_rs", rs.GemmRSContext, control, x.dtype, sizes, group, k_here=x.shape[1])
-        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=group, k=k)), shard, group=group, m=m)
+        named = group if control.spans else None  # what is known of a call that comes again is not looked for where both are named
+        gathered = ag.gather_beside(lambda: y.append(rs.call(x, weight, ctx, group=named, k=k)), shard, group=group, m=m)
     return y[0], gathered
 
 

@@ -188,6 +188,9 @@ class SparseAllReduceContext(EpochContext):
                     "of the gradient, in its order",
                 )
         pending.joined.close()
+        if not self.world.executor.is_capturing():  # a graph keeps its memory to itself
+            for made in (pending.local.order, pending.local.starts, *pending.table):  # on the stream of the exchange
+                self.world.executor.in_use(made)
         if pending.ids is not ids:
             self._unlike.add_((pending.ids != ids).any())  # it only grows: the host may not look before a later call is right
             self.world.executor.in_use(pending.ids)  # of another stream, perhaps, and nobody else may hold them

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from . import driver
-from .streams import Order, current
+from .streams import Order, Own, current
 
 log = logging.getLogger("fluxlike")
 
@@ -69,9 +69,9 @@ class CudaCopyEngine:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._own = Own(device, priority=-1)
         self._batch: list[bytes] = []
-        self._raw = self._stream.cuda_stream
+        self._raw = self._own.raw
         self._order = Order(device)
         #: Whether the stream has had a job, and whether a graph has one: see above.
         self._begun, self._captured = False, False
@@ -82,9 +82,6 @@ class CudaCopyEngine:
     def fork(self) -> None:
         self._batch.clear()
         self._from = current(self._device)
-        while self._from == self._raw:  # torch hands out the same ones again; this is not beside the kernel
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
-            self._raw, self._begun = self._stream.cuda_stream, False
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         if self._captured or not self._begun:
             self._order(self._from, self._raw)
@@ -146,7 +143,8 @@ class CudaCopyEngine:
             self._forget(key)
 
     def abandon(self) -> None:
-        """No job comes any more, and the device may not be done: the graphs stay."""
+        """No job comes any more, and the device may not be done: the graphs stay, and the stream."""
+        self._own.keep()
 
     def cancel(self) -> None:
         """Nothing to do: the stream only waits for this rank's kernel, which ends."""
@@ -163,7 +161,7 @@ class CudaCopyEngine:
         """The time when all that was queued before is done; for `CudaExecutor.nanoseconds`. Not for jobs that become a graph."""
         self._flush()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
+        event.record(self._own.stream)
         return event
 
     def _flush(self) -> None:

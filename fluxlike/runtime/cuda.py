@@ -29,13 +29,14 @@ class CudaLanes(Lanes):
     """The tail of a product on one stream leaves multiprocessors idle, which the next one, on the other, begins to use.
 
     What is allocated on the other stream goes back to torch for that stream once it is dropped, also while a stream still reads it
-    that it was joined to. So the other one begins behind all of those, not only behind the one that calls next.
+    that it was joined to. So the other one begins behind all of those, not only behind the one that calls next. That keeps such
+    memory from this stream; from others, and from being unmapped, only `CudaExecutor.in_use` does.
     """
 
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
-        self._other, self._order = torch.cuda.Stream(self._device), streams.Order(self._device)
-        self._raw = self._other.cuda_stream
+        self._own, self._order = streams.Own(self._device), streams.Order(self._device)
+        self._other, self._raw = self._own.stream, self._own.raw
         #: Streams of callers since the other one last began behind all of them; none of a capture, whose memory is the graph's.
         self._callers: set[int] = set()
 
@@ -82,8 +83,8 @@ class CudaPuts:
 
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
-        self._stream = torch.cuda.Stream(self._device, priority=-1)
-        self._raw, self._order = self._stream.cuda_stream, streams.Order(self._device)
+        self._own, self._order = streams.Own(self._device, priority=-1), streams.Order(self._device)
+        self._raw = self._own.raw
 
     def put(self, to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
@@ -240,10 +241,12 @@ class CudaExecutor:
         return CudaLaunch(self, kernel, programs, args, constants, warps, stages, varying)
 
     def copy_engine(self) -> CudaCopyEngine:
-        return CudaCopyEngine(self.device)
+        with self.current():
+            return CudaCopyEngine(self.device)
 
     def puts(self) -> CudaPuts:
-        return CudaPuts(self)
+        with self.current():
+            return CudaPuts(self)
 
     def device_library(self) -> Path | None:
         """The library by which kernels put to other nodes, if it is there."""
@@ -252,7 +255,8 @@ class CudaExecutor:
     def lanes(self, users: Hashable) -> CudaLanes:
         """The same ones for the same ``users``, who take turns: torch keeps memory for cuBLAS for each stream that multiplied."""
         if users not in self._lanes:
-            self._lanes[users] = CudaLanes(self)
+            with self.current():
+                self._lanes[users] = CudaLanes(self)
         return self._lanes[users]
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -21,7 +21,7 @@ _TYPES: dict[str, list[Any]] = {
     "cuStreamWriteValue32_v2": [_POINTER, ctypes.c_uint64, ctypes.c_uint32, _NUMBER],
     "cuEventRecord": [_POINTER, _POINTER],
     "cuStreamWaitEvent": [_POINTER, _POINTER, _NUMBER],
-    "cuStreamCreate": [_POINTER, _NUMBER],
+    "cuStreamCreateWithPriority": [_POINTER, _NUMBER, ctypes.c_int],
     "cuStreamSynchronize": [_POINTER],
     "cuStreamDestroy_v2": [_POINTER],
     "cuStreamBeginCapture_v2": [_POINTER, _NUMBER],
@@ -102,10 +102,10 @@ def order(event: int, first: int, then: int) -> None:
     check(library().cuStreamWaitEvent(then, event, 0), "cuStreamWaitEvent")
 
 
-def make_stream() -> int:
-    """A stream of this process's own, on the current device; not one of torch's, which are shared."""
+def make_stream(priority: int = 0) -> int:
+    """A stream of its own, on the current device; not one of torch's, which are shared. A lower ``priority`` goes first."""
     stream = ctypes.c_void_p()
-    check(library().cuStreamCreate(ctypes.byref(stream), NON_BLOCKING), "cuStreamCreate")
+    check(library().cuStreamCreateWithPriority(ctypes.byref(stream), NON_BLOCKING, priority), "cuStreamCreateWithPriority")
     assert stream.value is not None
     return stream.value
 

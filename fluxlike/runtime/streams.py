@@ -1,5 +1,8 @@
 """Streams by their numbers, ordered straight through the driver: torch's objects of them take a slow host 10 to 20 µs each time."""
 
+import threading
+from typing import ClassVar
+
 import torch
 
 from . import driver
@@ -8,6 +11,35 @@ from . import driver
 def current(device: torch.device) -> int:
     """torch's current stream of a device."""
     return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+class Own:
+    """A side stream that nobody else queues on, as long as this object is there. To be made with the device current.
+
+    torch's are 32 of a priority, which all of a process share. On one of those a kernel of NCCL's could stand before our copies
+    and wait for a rank whose kernel waits for these; what another thread queues while copies are captured would be captured, too;
+    and memory that belongs to the stream could be had by somebody whom nothing orders behind its readers.
+    """
+
+    #: Of each device and priority those that nobody has any more. None is destroyed: torch may hold memory that belongs to it.
+    _free: ClassVar[dict[tuple[int, int], list[int]]] = {}
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._back = free = self._free.setdefault((device.index, priority), [])
+        try:
+            self.raw = free.pop()
+        except IndexError:
+            self.raw = driver.make_stream(priority)
+        #: As torch's object.
+        self.stream = torch.cuda.ExternalStream(self.raw, device=device)
+
+    def keep(self) -> None:
+        """What it holds may never be done, so nobody is to have it again."""
+        self._back = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "raw"):
+            self._back.append(self.raw)
 
 
 class Switched:
@@ -31,16 +63,17 @@ def _make_current(stream_id: int, device_index: int, device_type: int) -> None:
 class Order:
     """``order(first, then)``: what the stream ``then`` is given next comes behind what ``first`` holds now.
 
-    For one thread at a time, with the device current; in a capture, too.
+    With the device current; in a capture, too. Two threads may share one, as a call waits for the ids that another one has begun.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event = torch.cuda.Event()  # torch makes it when it is first recorded, and frees it
-        self._number = 0
+        self._number, self._lock = 0, threading.Lock()
 
     def __call__(self, first: int, then: int) -> None:
-        if self._number == 0:
-            self._event.record(torch.cuda.current_stream(self._device))
-            self._number = self._event.cuda_event
-        driver.order(self._number, first, then)
+        with self._lock:  # else another thread could record the event before this one has waited for it
+            if self._number == 0:
+                self._event.record(torch.cuda.current_stream(self._device))
+                self._number = self._event.cuda_event
+            driver.order(self._number, first, then)
