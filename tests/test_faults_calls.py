@@ -52,6 +52,55 @@ DISAGREEMENTS = {
 }
 
 
+def call_of(op, group, value, wants, broken=False):
+    """A call without a context whose result is ``value`` times what ones give; ``broken``: one that is refused."""
+    x, w = torch.full((4, 8), float(value), device=device()), torch.ones(8, 8, device=device(), requires_grad=wants)
+    if op in ("gemm_rs", "ag_gemm", "gemm_ar"):
+        return getattr(fluxlike, op)(x.half() if broken else x, w, group=group)
+    more = {"reduce": (0,), "broadcast": (0,)}.get(op, ())
+    return getattr(fluxlike, op)(x.to_sparse() if broken else x, *more, group=group)
+
+
+def refuses_and_goes_on(group, op, wants, late):
+    """One rank leaves out a call that it refuses. No call of the others is taken for another one, and all are told."""
+    rank, settle = dist.get_rank(group), world.current().executor.synchronize
+    ones = call_of(op, group, 1, wants)
+    ones = ones.detach() if isinstance(ones, torch.Tensor) else ones
+    for attempt in range(2):  # also of calls that are known by then
+        seen = []
+        for value in range(2, 7):
+            if value == 3 and rank == late:
+                time.sleep(0.3)
+            try:
+                y = call_of(op, group, value, wants, broken=value == 3 and rank == 1)
+                settle()
+                seen.append((value, y))
+            except ValueError as error:
+                if not isinstance(error, fluxlike.CallMismatch):
+                    assert value == 3 and rank == 1, f"{op}: {error}"
+                    continue
+                assert "rank 1" in str(error) and f"a call of {op} that this rank refused" in str(error), f"{op}: {error}"
+                break
+        else:
+            raise AssertionError(f"{op}, attempt {attempt}: rank {rank} was told nothing")
+        for value, y in seen:
+            assert y is None or torch.equal(y, ones * value), f"{op}: call {value} is of another: {y}"
+        while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:
+            pass
+        again = call_of(op, group, 1, wants)
+        assert again is None or torch.equal(again, ones)
+
+
+REFUSED = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
+
+
+@pytest.mark.parametrize("op", REFUSED)
+def test_a_rank_that_refuses_a_call_and_goes_on(op):
+    for wants in (False, True)[: 2 if "gemm" in op else 1]:
+        for late in range(2):
+            run_ranks(refuses_and_goes_on, 2, op=op, wants=wants, late=late)
+
+
 def disagree(group, late):
     """Each disagreement in turn; ``late``: who comes later, so that each side is once in its wait and once in front of it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -1,5 +1,6 @@
 """torch.ops.fluxlike: schemas, fakes, gradients, and what a compiler may do with calls that other ranks wait for."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from cases import same
 from faults import works
 from ranks import device, ints, rows_slice, run_ranks
+from torch.utils.checkpoint import checkpoint
 
 import fluxlike
 from fluxlike.ops import ag_gemm as ag
@@ -156,6 +158,13 @@ def second_derivatives(group):
                 for grad in kept:
                     with pytest.raises(RuntimeError, match=f"{name[:7]} has no second derivative.*create_graph"):
                         grad.sum().backward(retain_graph=True)
+        for of, wanted in ((x, w), (w, x), (x, x), (w, w)):  # also where one gradient is asked for, which others lead around
+            (grad,) = torch.autograd.grad(call().square().sum(), of, create_graph=True)
+            with pytest.raises(RuntimeError, match=f"{name[:7]} has no second derivative.*create_graph"):
+                torch.autograd.grad(grad.sum() + wanted.sum(), wanted)
+        (grad,) = torch.autograd.grad(checkpoint(call, use_reentrant=False).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            grad.sum().backward()
         first = torch.autograd.grad(call().sum(), [x])[0]
         _, of_p = torch.autograd.grad((call() * p).sum(), [x, p], create_graph=True)
         of_p.backward()  # the first derivative of the call
@@ -412,6 +421,37 @@ def compiled(group, backend, function, sizes, dynamic):
             # of the largest, as sums of large terms may be small: torch's own gelu is off by 1e-6 on some processors
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * b.abs().max().item())
     return calls
+
+
+def compiled_around(group):
+    """A call with a context or `out` of the caller's is none of a graph: that ends before it, and says why where it may not."""
+    torch._dynamo.reset()
+    size = dist.get_world_size(group)
+    x, w = numbers((2 * size, 8), 1), numbers((8, 8), 2)
+    with contextlib.ExitStack() as made:
+        rs = made.enter_context(fluxlike.create_gemm_rs_context(2 * size, 8, dtype=x.dtype, group=group))
+        ag = made.enter_context(fluxlike.create_ag_gemm_context(2 * size, 8, 8, dtype=x.dtype, group=group))
+        ar = made.enter_context(fluxlike.create_gemm_ar_context(2 * size, 8, dtype=x.dtype, group=group))
+        z, y = torch.empty(2 * size, 8, device=device()), torch.empty(2, 8, device=device())
+        calls = (
+            lambda x, w: fluxlike.gemm_rs(x + 1, w, rs) + 1,
+            lambda x, w: fluxlike.gemm_rs(x + 1, w, rs, out=y) + 1,
+            lambda x, w: fluxlike.ag_gemm(x[:2] + 1, w, ag, return_gathered=True)[1] + 1,
+            lambda x, w: fluxlike.ag_gemm(x[:2] + 1, w, group=group, out=z) + 1,
+            lambda x, w: fluxlike.gemm_ar(x + 1, w, ar) + 1,
+        )
+        for call in calls:
+            with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ctx= and out= are for calls outside of torch\.compile"):
+                torch.compile(call, backend="eager", fullgraph=True)(x, w)
+            torch._dynamo.reset()
+            fast = torch.compile(call, backend="eager")
+            assert torch.equal(fast(x, w), call(x, w))
+            with pytest.raises(ValueError, match="is given to a call that autograd records"):
+                fast(x, leaf(w))
+
+
+def test_compiled_around_a_context():
+    run_ranks(compiled_around, 2)
 
 
 @pytest.mark.slow

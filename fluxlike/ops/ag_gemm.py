@@ -16,6 +16,7 @@ from ..runtime.control import ControlGroup
 from . import ag_gemm_stream_k, again, choice, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, Told, resolve, wants_gradient
+from .refusals import Refusing
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
 BESIDE_FROM = 4 << 20
@@ -166,27 +167,28 @@ def call(
             else:
                 _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
             return _returned(weight, results, gathered)
-    weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
-    k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
-    validate.whole("ag_gemm", "n", n, columns)
-    if control.spans:
-        results = validate.outputs(outs, m, x_shard, weights, biases)
-        gathered = x_shard.new_empty(m, k) if return_gathered else None
-        nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n, outs, seen)
-        return _returned(weight, results, gathered)
-    with control.lock:
-        if ctx is None:
-            sizes = {"max_m": max(m, 1), "k": max(k, 1)}
-            ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
-        validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-        results = validate.outputs(outs, m, x_shard, weights, biases)
-        gathered = x_shard.new_empty(m, k) if return_gathered else None
-        if m and k:
-            planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
-            every = results if gathered is None else [*results, gathered]
-            again.remember(ctx, seen, (x_shard, *weights, *biases, *outs), planned, every)
-        else:
-            empty(ctx, m, k, biases, results)
+    with Refusing("ag_gemm", control):
+        weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
+        k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
+        validate.whole("ag_gemm", "n", n, columns)
+        if control.spans:
+            results = validate.outputs(outs, m, x_shard, weights, biases)
+            gathered = x_shard.new_empty(m, k) if return_gathered else None
+            nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n, outs, seen)
+            return _returned(weight, results, gathered)
+        with control.lock:
+            if ctx is None:
+                sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+                ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
+            validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
+            results = validate.outputs(outs, m, x_shard, weights, biases)
+            gathered = x_shard.new_empty(m, k) if return_gathered else None
+            if m and k:
+                planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
+                every = results if gathered is None else [*results, gathered]
+                again.remember(ctx, seen, (x_shard, *weights, *biases, *outs), planned, every)
+            else:
+                empty(ctx, m, k, biases, results)
     return _returned(weight, results, gathered)
 
 

@@ -21,6 +21,7 @@ from ..runtime.control import ControlGroup
 from . import again, exchange, lists, trees, validate
 from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
+from .refusals import Refusing, without_gradient
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -64,13 +65,15 @@ def all_reduce(
         from . import library_collectives
 
         return library_collectives.all_reduce(x, group, op, algo)
+    without_gradient("all_reduce", x)
     seen = _signature(x)
     y = _again(seen, x, group, op, algo, in_place=False)
     if y is not None:
         return y
-    xs = _checked(x, op, algo)
-    ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
-    _run([t.contiguous() for t in xs], ys, group, op, algo, seen)
+    with Refusing("all_reduce", resolve(group)):
+        xs = _checked(x, op, algo)
+        ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
+        _run([t.contiguous() for t in xs], ys, group, op, algo, seen)
     return ys[0] if isinstance(x, torch.Tensor) else ys
 
 
@@ -85,11 +88,12 @@ def all_reduce_(
     seen = _signature(x)
     if _again(seen, x, group, op, algo, in_place=True) is not None:
         return x
-    xs = _checked(x, op, algo)
-    for t in xs:
-        validate.contiguous("all_reduce_", t)
-    _apart(xs, [t.data_ptr() for t in xs])
-    _run(xs, xs, group, op, algo, seen)
+    with Refusing("all_reduce", resolve(group)):
+        xs = _checked(x, op, algo)
+        for t in xs:
+            validate.contiguous("all_reduce_", t)
+        _apart(xs, [t.data_ptr() for t in xs])
+        _run(xs, xs, group, op, algo, seen)
     increment_version(xs)  # autograd, which may have saved them, does not see what a kernel writes
     return x
 

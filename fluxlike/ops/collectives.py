@@ -30,6 +30,7 @@ from . import again, exchange, validate
 from .context import DTYPES
 from .exchange import Kind
 from .group import Prepared, Told, resolve, told
+from .refusals import Refusing, without_gradient
 
 REDUCE_SCATTER = Kind("reduce_scatter", scatter=True)
 ALL_GATHER = Kind("all_gather", gather=True)
@@ -57,13 +58,15 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: 
         from . import library_collectives
 
         return library_collectives.reduce_scatter(x, group, op, algo)
+    without_gradient("reduce_scatter", x)
     seen = _signature(x, op, algo)
     made = _again(REDUCE_SCATTER, group, x, seen)
     if made is not None:
         return made[0]
-    _check("reduce_scatter", x, 1, algo, op)
-    with torch.no_grad():
-        x, control = x.contiguous(), resolve(group)
+    control = resolve(group)
+    with Refusing("reduce_scatter", control), torch.no_grad():
+        _check("reduce_scatter", x, 1, algo, op)
+        x = x.contiguous()
         y = x.new_empty(rows_of(x.shape[0], control.size, control.rank), *x.shape[1:])
         _run(REDUCE_SCATTER, control, x, y, _chunk(x, x.shape[0], control.size), x.numel(), op, algo, seen=seen)
     return y
@@ -84,13 +87,15 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
         from . import library_collectives
 
         return library_collectives.all_gather(x, group, m, algo)
+    without_gradient("all_gather", x)
     seen = _signature(x, m, algo)
     made = _again(ALL_GATHER, group, x, seen)
     if made is not None:
         return made[0]
-    _check("all_gather", x, 1, algo)
-    with torch.no_grad():
-        x, control = x.contiguous(), resolve(group)
+    control = resolve(group)
+    with Refusing("all_gather", control), torch.no_grad():
+        _check("all_gather", x, 1, algo)
+        x = x.contiguous()
         m = x.shape[0] * control.size if m is None else m
         if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
             raise ValueError(
@@ -121,13 +126,15 @@ def reduce(
         from . import library_collectives
 
         return library_collectives.reduce(x, root, group, op, algo)
+    without_gradient("reduce", x)
     seen = _signature(x, root, op, algo)
     made = _again(REDUCE, group, x, seen)
     if made is not None:
         return made[0] if made else None
-    _check("reduce", x, 0, algo, op)
-    with torch.no_grad():
-        x, control = x.contiguous(), resolve(group)
+    control = resolve(group)
+    with Refusing("reduce", control), torch.no_grad():
+        _check("reduce", x, 0, algo, op)
+        x = x.contiguous()
         check_root("reduce", root, control.size)
         y = torch.empty_like(x) if control.rank == root else None
         _run(REDUCE, control, x, x if y is None else y, 0, x.numel(), op, algo, root, seen)
@@ -148,13 +155,15 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
         from . import library_collectives
 
         return library_collectives.broadcast(x, root, group, algo)
+    without_gradient("broadcast", x)
     seen = _signature(x, root, algo)
     made = _again(BROADCAST, group, x, seen)
     if made is not None:
         return made[0]
-    _check("broadcast", x, 0, algo)
-    with torch.no_grad():
-        x, control = x.contiguous(), resolve(group)
+    control = resolve(group)
+    with Refusing("broadcast", control), torch.no_grad():
+        _check("broadcast", x, 0, algo)
+        x = x.contiguous()
         check_root("broadcast", root, control.size)
         y = torch.empty_like(x)
         _run(BROADCAST, control, x, y, 0, x.numel(), "sum", algo, root, seen)

@@ -16,6 +16,7 @@ from .exchange import ExchangeContext, Kind
 from .group import Prepared, Told, resolve, told, wants_gradient
 from .keeping import alike, kept
 from .making import taking
+from .refusals import Refusing
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
 
@@ -113,26 +114,27 @@ def call(
             made, known, (y,) = found
             _make(made, known.plan, x, weight, bias, y)
             return y
-    validate.operands("gemm_ar", x, weight, bias)
-    m, n = x.shape[0], weight.shape[0]
-    with control.lock:
-        if ctx is None:
-            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
+    with Refusing("gemm_ar", control):
+        validate.operands("gemm_ar", x, weight, bias)
+        m, n = x.shape[0], weight.shape[0]
+        with control.lock:
+            if ctx is None:
+                key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
 
-            def make(wanted: dict[str, int]) -> GemmARContext:
-                alike("gemm_ar", control, sizes)
-                return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
+                def make(wanted: dict[str, int]) -> GemmARContext:
+                    alike("gemm_ar", control, sizes)
+                    return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
 
-            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
-        validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-        y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
-        if m == 0 or n == 0:
-            ctx.record(M=m, N=n)
+                ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
+            validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+            y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
+            if m == 0 or n == 0:
+                ctx.record(M=m, N=n)
+                return y
+            plan = _plan(ctx, y)
+            _make(ctx, plan, x, weight, bias, y)
+            again.remember(ctx, seen, (x, weight, bias, out), (0, plan), [y])
             return y
-        plan = _plan(ctx, y)
-        _make(ctx, plan, x, weight, bias, y)
-        again.remember(ctx, seen, (x, weight, bias, out), (0, plan), [y])
-        return y
 
 
 class _Plan(NamedTuple):

@@ -23,6 +23,7 @@ Other ranks wait for each call, so a compiler may neither drop, merge nor reorde
 ordered effect: torch threads a token through them, which keeps all of them in their order, on every rank the same.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ from . import gemm_rs as rs
 from . import validate
 from .context import kept
 from .group import resolve
+from .refusals import Refusing
 
 #: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
 EVEN = -1
@@ -94,19 +96,44 @@ def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
     @functools.wraps(backward)
     def once(ctx: Any, grads: Any) -> tuple[Any, ...]:
+        again = torch.is_grad_enabled()
         # a backward has the dtypes of its forward, also where autocast is on around it
         with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            if not again:
+                return backward(ctx, grads)
+            ctx = _Read(ctx)
             results = backward(ctx, grads)
-        if not torch.is_grad_enabled():
-            return results
+        # Of all that the results come from: autograd that is asked for one gradient leaves out what does not lead there.
+        sources = [t for t in (*ctx.saved_tensors, *pytree.tree_leaves(grads)) if isinstance(t, torch.Tensor) and t.requires_grad]
         leaves, spec = pytree.tree_flatten(results)
-
-        def refused(t: torch.Tensor) -> Any:
-            return torch._C._functions.DelayedError(why.encode(), 1)(t.detach().requires_grad_())  # type: ignore[attr-defined]
-
-        return pytree.tree_unflatten([refused(t) if isinstance(t, torch.Tensor) else t for t in leaves], spec)  # type: ignore
+        made = [t for t in leaves if isinstance(t, torch.Tensor)]
+        refusing = iter(_Refusing.apply(why, len(made), *made, *sources))  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten([next(refusing) if isinstance(t, torch.Tensor) else t for t in leaves], spec)  # type: ignore
 
     return once
+
+
+class _Read:
+    """What a forward saved, whose tensors are asked for once: those of a checkpoint may not be asked for again."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Refusing(torch.autograd.Function):
+    """The first ``count`` tensors, made of the others, which no gradient goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.why = why
+        return tuple([t.view_as(t) for t in tensors[:count]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(ctx.why)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -299,29 +326,46 @@ for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
 
 # -- what fluxlike.gemm_rs, ag_gemm and gemm_ar come to --------------------------------------------------------------------
 
+#: Where they are compiled with what a graph has no place for: it ends before them, or with fullgraph=True says why it cannot.
+_WHY = "ctx= and out= are for calls outside of torch.compile: compiled ones use the context kept for their group, and new tensors"
+_gemm_rs, _gemm_ar, _ag_gemm = (torch.compiler.disable(call, reason=_WHY) for call in (rs.gemm_rs, ar.gemm_ar, ag.ag_gemm))
+
 
 def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any, k: Any) -> torch.Tensor:
-    _no("gemm_rs", ctx=ctx, out=out)
-    tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
-    validate.whole("gemm_rs", "k", k, x.shape[1])
+    if torch.compiler.is_compiling() and not (ctx is None and out is None):
+        return _gemm_rs(x, weight, ctx, bias=bias, group=group, out=out, k=k)
+    with _refusing("gemm_rs", group):
+        _no("gemm_rs", ctx=ctx, out=out)
+        tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
+        validate.whole("gemm_rs", "k", k, x.shape[1])
     return gemm_rs_op(x, weight, bias, name_of(group), k)
 
 
 def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
-    _no("gemm_ar", ctx=ctx, out=out)
-    tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
+    if torch.compiler.is_compiling() and not (ctx is None and out is None):
+        return _gemm_ar(x, weight, ctx, bias=bias, group=group, out=out)
+    with _refusing("gemm_ar", group):
+        _no("gemm_ar", ctx=ctx, out=out)
+        tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_ar_op(x, weight, bias, name_of(group))
 
 
 def ag_gemm(
     x_shard: torch.Tensor, weight: Any, bias: Any, group: Any, m: Any, ctx: Any, return_gathered: bool, n: Any, out: Any
 ) -> Any:
-    _no("ag_gemm", ctx=ctx, out=out)
-    weights, biases = validate.listed(weight, bias)
-    tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
-    if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
-        raise ValueError(f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many")
-    validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in weights))
+    if torch.compiler.is_compiling() and not (ctx is None and out is None):
+        return _ag_gemm(
+            x_shard, weight, ctx, bias=bias, group=group, return_gathered=return_gathered, m=m, n=n, out=out
+        )  # fmt: skip
+    with _refusing("ag_gemm", group):
+        _no("ag_gemm", ctx=ctx, out=out)
+        weights, biases = validate.listed(weight, bias)
+        tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
+        if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):
+            raise ValueError(
+                f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many"
+            )
+        validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in weights))
     if all(b is None for b in biases):
         biases = []
     else:  # a list of an op holds tensors only
@@ -329,6 +373,11 @@ def ag_gemm(
     results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group), n)
     result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
     return (result, results[-1]) if return_gathered else result
+
+
+def _refusing(op: str, group: Any) -> Any:
+    """See `refusals`; what is compiled is not there yet."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, resolve(group))
 
 
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:

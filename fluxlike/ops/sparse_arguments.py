@@ -1,17 +1,16 @@
 """The arguments of `sparse_all_reduce` and of its reference: what is refused, and how the other ranks learn of it."""
 
 import math
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch
 from . import tiling, validate
 from .context import DTYPES
 from .exchange import EpochContext
+from .refusals import tell
 from .sparse_index import ROW
 
 NAME = "sparse_all_reduce"
@@ -23,13 +22,8 @@ WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def refuse(control: ControlGroup, message: str) -> NoReturn:
-    """ValueError in place of a call that other ranks may have begun: they see that this one does something else.
-
-    If all of them refuse theirs, whatever the reasons, they are still in step.
-    """
-    with control.lock, suppress(CallMismatch):  # this rank says why it refused
-        if control.board is not None:
-            control.board.call(f"a call of {NAME} that this rank refused by an error of its own")
+    """ValueError in place of a call that other ranks may have begun; see `refusals`."""
+    tell(NAME, control)
     raise ValueError(message)
 
 

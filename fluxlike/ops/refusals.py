@@ -1,0 +1,45 @@
+"""Calls that this rank refuses for their arguments, and what the other ranks learn of it.
+
+They may have begun theirs, and wait. If this rank said nothing, they would take its next call of the same sizes for the one that it
+refused, and all results from then on would be of different calls. So it makes an entry on the board in place of the call. If all
+of them refuse theirs, whatever the reasons, the entries are the same, and they are still in step.
+"""
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch
+from .group import wants_gradient
+
+
+def tell(op: str, control: ControlGroup) -> None:
+    """This rank has refused a call of ``op``, and is about to say why."""
+    with control.lock, suppress(CallMismatch):
+        if control.board is not None:
+            control.board.call(f"a call of {op} that this rank refused by an error of its own")
+
+
+class Refusing:
+    """A ``with`` for the checks of a call: one that raises ValueError has refused it. Behind the look at calls that come again."""
+
+    def __init__(self, op: str, control: ControlGroup) -> None:
+        self._op, self._control = op, control
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ValueError) and not isinstance(error, CallMismatch):
+            tell(self._op, self._control)
+
+
+def without_gradient(op: str, x: Any) -> None:
+    """Warn where ``op``, which makes no gradients, cuts them off: what is in front of it would not be trained."""
+    if wants_gradient(x):
+        warnings.warn(
+            f"fluxlike.{op} makes no gradients, and x wants one, which does not come through the result. If it need not, pass "
+            "x.detach(); gemm_rs, ag_gemm and gemm_ar, and the layers of fluxlike.nn, make gradients",
+            stacklevel=3,
+        )
