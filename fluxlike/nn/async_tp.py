@@ -88,7 +88,8 @@ class AsyncTP(CustomGraphPass):
             of fluxlike.init, so name it where those of data parallelism are, too.
         even: whether all ranks hold as many features of every layer, as they do where the ranks divide them. Then calls say K
             (gemm_rs) and N (ag_gemm) of all ranks, and each is made as suits these; else as suits the first one on the group. A
-            graph does not tell; where it is not so, the ranks raise CallMismatch.
+            graph does not tell. Where it is not so, the ranks raise CallMismatch if a kernel of fluxlike multiplies; where torch
+            does, it makes no difference.
 
     A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
     cache of graphs is not compiled anew, so there is no report of it: ``cached`` and ``print`` say that there were such graphs. The

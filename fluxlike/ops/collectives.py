@@ -46,7 +46,8 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: 
 
     Args:
         x: [M, …], bfloat16, float16 or float32, of the same shape on all ranks.
-        op: "sum", "avg" or "max" (NaN if any rank has it). group, algo, errors: see the module's docstring.
+        op: "sum", "avg" or "max" (NaN if any rank has it). group: the ranks; those given to init if None.
+        algo: "words", "bulk" or "auto". What these are, and the errors: the docstring of `fluxlike.ops.collectives`.
 
     Returns:
         A new tensor [rows, …]: the rows of this rank when M rows are split as torch.chunk splits, so M need not be a multiple of
@@ -78,7 +79,9 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
     Args:
         x: [rows, …], of any dtype, with the same rows on all ranks unless m is given.
         m: the rows of all ranks, split as torch.chunk splits m rows, as `reduce_scatter` leaves them: then the last ranks may have
-            fewer rows or none. group, algo, errors: see the module's docstring.
+            fewer rows or none.
+        group: the ranks; those given to init if None. algo: "words" (bfloat16, float16 and float32 only), "bulk" or "auto". What
+            these are, and the errors: the docstring of `fluxlike.ops.collectives`.
 
     Returns:
         A new tensor [m, …].
@@ -115,7 +118,8 @@ def reduce(
     Args:
         x: bfloat16, float16 or float32, of any shape, the same on all ranks.
         root: the rank in the group that gets the result.
-        op: "sum", "avg" or "max" (NaN if any rank has it). group, algo, errors: see the module's docstring.
+        op: "sum", "avg" or "max" (NaN if any rank has it). group: the ranks; those given to init if None.
+        algo: "words", "two_shot", "bulk" or "auto". What these are, and the errors: the docstring of `fluxlike.ops.collectives`.
 
     Returns:
         On root a new tensor like x, on the other ranks None.
@@ -146,7 +150,9 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
 
     Args:
         x: of any shape and dtype, the same on all ranks; what it holds matters on root only.
-        root: the rank in the group whose tensor it is. group, algo, errors: see the module's docstring.
+        root: the rank in the group whose tensor it is. group: the ranks; those given to init if None.
+        algo: "words", "two_shot" (both for bfloat16, float16 and float32 only), "bulk" or "auto". What these are, and the errors:
+            the docstring of `fluxlike.ops.collectives`.
 
     Returns:
         A new tensor like x.

@@ -122,7 +122,8 @@ def gemm_rs(
 
     Numerics: products and the sum over ranks in fp32, the sum in a fixed order (own rank, then r+1, r+2, …); partial sums of
     the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat. Where torch multiplies
-    (``ctx.last_path``), see `ops.sequential` and `ops.decomposed`.
+    (``ctx.last_path`` has "/torch"), see `ops.sequential` and `ops.decomposed`. In float32 "auto" mostly has torch
+    multiply on GPUs, at IEEE precision unless torch's switches allow TF32.
 
     Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op
     ``torch.ops.fluxlike.gemm_rs`` (see `ops.library`), which takes neither ``ctx`` nor ``out``. The backward is an ag_gemm on the

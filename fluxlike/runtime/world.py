@@ -313,6 +313,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
         RuntimeError: called twice, or the machine cannot (the message says what to do).
         ValueError: unknown heap, no torch process group, an environment that cannot be read, or ranks that disagree. After an
             error nothing is left of the call, and it can be made again.
+        PeerTimeout: a rank does not come within FLUXLIKE_TIMEOUT_S.
     """
     global _world
     if _world is not None:

@@ -1,6 +1,6 @@
-"""`python -m fluxlike bench {gemm_rs,ag_gemm,gemm_ar,all_reduce,sparse_all_reduce}`: how fast, against what, how near the limit.
+"""`python -m fluxlike bench OP`: how fast an operation is, against what, how near the limit. Start it with launch.sh.
 
-Start it with launch.sh.
+OP: gemm_rs, ag_gemm, gemm_ar, all_reduce, reduce_scatter, all_gather, reduce, broadcast, sparse_all_reduce.
 
 Protocol
 * Shapes M×N×K are of the whole problem: gemm_rs x [M, K/R], weight [N, K/R]; ag_gemm x [M/R, K], weight [N/R, K]. Operands are
@@ -11,9 +11,10 @@ Protocol
   method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
 * Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
-  Buffers and contexts are made once a shape, so nobody pays for allocation. Three that must be named: `said` and `unsaid`,
+  Buffers and contexts are made once a shape, so nobody pays for allocation. Five that must be named: `said` and `unsaid`,
   calls without a context, which say K (gemm_rs) or N (ag_gemm) of all ranks, or let them be those of the first shape, or of a
-  larger one behind it; and `anew`, `auto` with each call checked and planned as if it were the first.
+  larger one behind it; `anew`, `auto` with each call checked and planned as if it were the first; and `apart` and `together`,
+  `auto` of ranks on several nodes, made node by node or for all of them at once.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of
   work in all, and the methods take turns: in each round each is timed once, behind another one. Synchronise, barrier, one untimed
   call, then an event pair around `iters` calls back to back (about 20 ms, 5 to 50 of them); a round's time is that of the slowest
@@ -30,8 +31,8 @@ Protocol
 
 Ranks agree over gloo, beside the measured streams: on every first call, on each time, on whether the next shape begins.
 This file: the run and the command line. bench_problems: shapes, operands, truth. bench_reduce: the same for all_reduce, and its
-report; bench_bursts: for many reductions at once; bench_sparse: for sparse_all_reduce. bench_peers: agreement. bench_report:
-output; bench_records: the plot over the number of ranks.
+report; bench_collectives: for reduce_scatter, all_gather, reduce and broadcast; bench_bursts: for many reductions at once;
+bench_sparse: for sparse_all_reduce. bench_peers: agreement. bench_report: output; bench_records: the plot over the number of ranks.
 """
 
 import argparse
@@ -404,23 +405,32 @@ def methods(kind: type[Problem], cuda: bool) -> tuple[str, ...]:
     return (*(kind.ON_GPUS if cuda else kind.ON_CPUS), *kind.OURS)
 
 
+def more(kind: type[Problem] | None, cuda: bool) -> str:
+    """For the help: what else may be named, in brackets."""
+    names = [name for name in kind.ON_REQUEST if name not in methods(kind, cuda)] if kind else []
+    return f"[,{','.join(names)}]" if names else ""
+
+
 def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     """The arguments, with ``modes``, ``methods``, ``shapes`` and ``iters`` made ready; ends the process if they are no use."""
     parser = command.Parser(
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed or nothing was measured. The protocol is in the "
-        "module's docstring.",
+        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed or nothing was measured; 2 for wrong arguments, "
+        "records that cannot be read, or where the package rich is missing. The protocol is in the module's docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
-    command.add_shapes(parser, suites=dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES))
+    suites = dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES)
+    written = "MxNxK,MxNxK… of the whole problem; of all_reduce, reduce_scatter, all_gather, reduce and broadcast bytes, as 16K,1M"
+    written += "; of sparse_all_reduce NxDxk[:zipf],… (rows, columns, ids of a rank)"
+    command.add_shapes(parser, suites=suites, written=written)
     parser.add_argument("--eager", action="store_true", help="time plain calls (the default, unless --graph is given)")
     parser.add_argument("--graph", action="store_true", help=f"time calls inside a CUDA graph of {GRAPH_CALLS}")
     parser.add_argument("--rounds", type=int, help=f"timings of each method ({ROUNDS}, of long calls what fills 2 s)")
     parser.add_argument("--iters", default="auto", help="calls, or graph replays, of one timing (auto: about 20 ms)")
     kinds: dict[str, type[Problem]] = {**KINDS, "all_reduce --suite resnet50": Bursts}
-    several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}" for op, kind in kinds.items())
-    parser.add_argument("--methods", help=f"some of {several} (all)")
+    several = "; ".join(f"{op}: {','.join(methods(kind, cuda))}{more(KINDS.get(op), cuda)}" for op, kind in kinds.items())
+    parser.add_argument("--methods", help=f"some of {several} (all but those in brackets)")
     parser.add_argument("--out", metavar="DIR", help="write JSON and PNG there")
     records = "measure nothing: draw time over the number of ranks, from records of several runs, into --out"
     parser.add_argument("--plot-records", nargs="+", metavar="JSON", help=records)

@@ -31,11 +31,19 @@ def seconds(text: str) -> float:
     return number
 
 
-def add_shapes(parser: argparse.ArgumentParser, more: str = "", suites: Iterable[str] = SUITES) -> None:
-    """``--suite`` and ``--shapes``, of which one may be given; `read_shapes` and `choose_suite` make them ready."""
+def add_shapes(
+    parser: argparse.ArgumentParser,
+    more: str = "",
+    suites: Iterable[str] = SUITES,
+    written: str = "MxNxK,MxNxK… of the whole problem",
+) -> None:
+    """``--suite`` and ``--shapes``, of which one may be given; `read_shapes` and `choose_suite` make them ready.
+
+    ``written``: how shapes are, for the help.
+    """
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--suite", choices=list(suites), help=f"{more}default: headline on GPUs, toy without")
-    which.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem, instead of a suite")
+    which.add_argument("--shapes", help=f"instead of a suite: {written}")
 
 
 def read_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace, kind: type[Problem] = Problem) -> None:

@@ -120,7 +120,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m fluxlike trace",
         description="Writes what every program of every rank did in one call, for ui.perfetto.dev and as a picture. Start it with "
         "scripts/launch.sh.",
-        epilog="What the lanes mean, and what it costs: docs/trace.md.",
+        epilog="Exit status: 1 if a result is wrong, or nothing was traced, as where auto leaves the product to torch; 2 for wrong "
+        "arguments, or ranks on several nodes. What the lanes mean, and what it costs: docs/trace.md.",
     )
     parser.add_argument("op", choices=list(PROBLEMS))
     parser.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem (GPUs: the first of bench's headline suite)")

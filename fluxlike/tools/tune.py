@@ -272,7 +272,8 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike tune",
         description="Measures how calls of some shapes are made fastest, and keeps it. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a candidate failed or was wrong, or nothing was tuned or could be written. See docs/tune.md.",
+        epilog="Exit status: 1 if a candidate failed or was wrong, or nothing was tuned or could be written; 2 for wrong "
+        "arguments, ranks on several nodes, or where the package rich is missing. See docs/tune.md.",
     )
     ops = parser.add_subparsers(dest="op", required=True)
     for op in PROBLEMS:
