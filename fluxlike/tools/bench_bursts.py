@@ -110,7 +110,7 @@ class Report(bench_reduce.Report):
 class Bursts(AllReduce):
     """Tensors on this rank, and the sums over the ranks of a sample of each."""
 
-    OURS = ("each", "list")
+    OURS, ON_REQUEST = ("each", "list"), ()
     ON_GPUS = ON_CPUS = UNBOUNDED = PEERS
     IN_PLACE = (*PEERS, *OURS)
     REPORT = Report
