@@ -363,14 +363,15 @@ class GroupContext(Held):
                 f"gave up first; the message of rank {other} names the cause. {self.remedy}",
                 told=2,
             )
+        waited, limit = (f"{self.limit_s:g}", "; FLUXLIKE_TIMEOUT_S sets the limit") if after is None else (f"{after:.1f}", "")
         return PeerTimeout(
-            f"{before}{self.op}: rank {me} waited {self.limit_s:g} s for rank {them}: {_WHAT[what]} of call {call} (expected "
-            f"{want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order; "
-            f"FLUXLIKE_TIMEOUT_S sets the limit. {self.remedy}"
+            f"{before}{self.op}: rank {me} waited {waited} s for rank {them}: {_WHAT[what]} of call {call} (expected {want}, saw "
+            f"{seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order{limit}. "
+            f"{self.remedy}"
         )
 
-    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
-        """CPU heap: the error of a wait that cannot be met, after telling every peer."""
+    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "", after: float | None = None) -> Exception:
+        """CPU heap: the error of a wait that cannot be met, after telling every peer. ``after``: see `_timeout`."""
         mismatch = self.board.diagnose()
         if mismatch is not None:
             return mismatch
@@ -379,7 +380,7 @@ class GroupContext(Held):
             self._release()
         with racecheck.unseen():
             call = int(self.ctl[sync.EPOCH.value]) + 1
-        return self._timeout(cause, what, peer, want, seen, call, abort)
+        return self._timeout(cause, what, peer, want, seen, call, abort, after)
 
     # -- closing --------------------------------------------------------------------------------------------------------
 
