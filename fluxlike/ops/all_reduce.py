@@ -68,7 +68,7 @@ def all_reduce(
     y = _again(seen, x, group, op, algo, in_place=False)
     if y is not None:
         return y
-    xs = _checked(x, op, algo)
+    xs = _checked("all_reduce", x, op, algo)
     ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
     _run([t.contiguous() for t in xs], ys, group, op, algo, seen)
     return ys[0] if isinstance(x, torch.Tensor) else ys
@@ -85,7 +85,7 @@ def all_reduce_(
     seen = _signature(x)
     if _again(seen, x, group, op, algo, in_place=True) is not None:
         return x
-    xs = _checked(x, op, algo)
+    xs = _checked("all_reduce_", x, op, algo)
     for t in xs:
         validate.contiguous("all_reduce_", t)
     _apart(xs, [t.data_ptr() for t in xs])
@@ -168,19 +168,22 @@ def _apart(xs: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
             )
 
 
-def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
-    """The tensors of a call, as a list."""
-    validate.reduction("all_reduce", op)
-    error = check_algorithm("all_reduce", algo, "trees")
+def _checked(name: str, x: Any, op: str, algo: str) -> list[torch.Tensor]:
+    """The tensors of a call of ``name``, as a list."""
+    validate.reduction(name, op)
+    error = check_algorithm(name, algo, "trees")
     if error is not None:
         raise error
-    xs = validate.some("all_reduce", x)
+    xs = validate.some(name, x)
     device = world.current().device
-    for t in xs:
-        validate.readable("all_reduce", "x", t, None, device)
-        validate.summable("all_reduce", t)
+    for i, t in enumerate(xs):
+        which = "x" if t is x else f"x[{i}]"
+        if t is None:
+            raise ValueError(f"{name}: {which} is None; leave out parameters without a gradient, the same ones on all ranks")
+        validate.readable(name, which, t, None, device)
+        validate.summable(name, t, which)
         if t.dtype != xs[0].dtype:
-            raise ValueError(f"all_reduce: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
+            raise ValueError(f"{name}: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
     return xs
 
 

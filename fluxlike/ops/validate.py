@@ -20,7 +20,12 @@ def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
     """ctx is None or a context of this operation."""
     found = getattr(ctx, "op", type(ctx).__name__)
     if ctx is not None and (not isinstance(ctx, kind) or found != op):
-        raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context")
+        remedy = ""
+        if isinstance(ctx, torch.Tensor) and not op.startswith("sparse"):
+            remedy = "; pass a bias as bias="
+        elif isinstance(ctx, dist.ProcessGroup):
+            remedy = "; pass a group as group="
+        raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context{remedy}")
 
 
 def listed(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
@@ -166,11 +171,11 @@ def _address(t: torch.Tensor) -> int:
         return 0
 
 
-def summable(op: str, x: torch.Tensor) -> None:
+def summable(op: str, x: torch.Tensor, name: str = "x") -> None:
     """x has a dtype in which sums over the ranks are made."""
     if x.dtype not in DTYPES:
-        remedy = "torch.view_as_real(x)" if x.is_complex() else "x.to(torch.float32)"
-        raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
+        remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.to(torch.float32)"
+        raise ValueError(f"{op}: {name} has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
 
 
 def some(op: str, x: Any) -> list[Any]:
