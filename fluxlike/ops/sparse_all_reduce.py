@@ -75,6 +75,7 @@ class SparseAllReduceContext(EpochContext):
     have, "direct" if each makes all of them.
     """
 
+    shown = ("rows", "width", "dtype", "wire")
     _pending: Pending | None = None
 
     def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
