@@ -159,6 +159,14 @@ def refusals(group):
         assert torch.equal(fluxlike.all_gather(odd.view(torch.uint8), group).view(torch.float32), torch.zeros(16))
     size = float(dist.get_world_size(group))
     assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, size))
+    for named, value in ((dist.ReduceOp.SUM, size), (dist.ReduceOp.AVG, 1.0), (dist.ReduceOp.MAX, 1.0)):
+        for y in (fluxlike.all_reduce(x + 1, group, named), fluxlike.all_reduce_(x + 1, group, op=named)):
+            assert y.eq(value).all(), (named, y)
+        assert fluxlike.reduce_scatter(x + 1, group, named).eq(value).all()
+    sparse = fluxlike.sparse_all_reduce((x + 1).to_sparse(), dist.ReduceOp.AVG, group)
+    assert torch.equal(sparse.to_dense(), x + 1)
+    said, _ = told(lambda: fluxlike.all_reduce(x, group, dist.ReduceOp.PRODUCT), ValueError)
+    assert "PRODUCT" in said and "is not one of 'sum', 'avg', 'max'" in said, said
     fluxlike.all_reduce_([x[3:].fill_(1), x[3:3], x[:2].fill_(2)], group)  # parts of one memory, side by side and apart
     assert x.tolist() == [2 * size, 2 * size, 0, size]
 

@@ -33,14 +33,18 @@ ONE_SHOT = 2 << 20
 
 
 def all_reduce(
-    x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    op: validate.Reduction = "sum",
+    algo: str = "auto",
 ) -> Any:
     """The element-wise sum, average or maximum of ``x`` over the ranks, on all of them.
 
     Args:
         x: bfloat16, float16 or float32, of any shape, the same on all ranks; a copy is made of one that is not contiguous. Or a
             list of such tensors of one dtype: they are reduced by one launch, where they lie.
-        group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it).
+        group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it), or
+            torch's ReduceOp.SUM, AVG or MAX.
         algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes),
             "bulk" (the same with signals beside the data), or "auto", the one of the first two that is expected to be faster; or
             "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
@@ -60,6 +64,7 @@ def all_reduce(
         RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    op = op if isinstance(op, str) else validate.reduction("all_reduce", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
@@ -75,9 +80,13 @@ def all_reduce(
 
 
 def all_reduce_(
-    x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    op: validate.Reduction = "sum",
+    algo: str = "auto",
 ) -> Any:
     """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
+    op = op if isinstance(op, str) else validate.reduction("all_reduce_", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 

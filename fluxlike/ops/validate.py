@@ -15,6 +15,9 @@ from . import tiling
 from .context import DTYPES
 from .exchange import OPS
 
+#: What a caller names a way to reduce by; see `reduction`.
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+
 
 def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
     """ctx is None or a context of this operation."""
@@ -196,10 +199,19 @@ def contiguous(op: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: x has strides {x.stride()}; it must be contiguous, or use all_reduce")
 
 
-def reduction(op: str, name: Any) -> None:
-    """``name`` is that of a way to reduce."""
+def named(op: Any) -> Any:
+    """torch.distributed's way to reduce by its name here, if it has one; anything else as it is."""
+    if isinstance(op, dist.ReduceOp):
+        return next((name for name in OPS if op == getattr(dist.ReduceOp, name.upper())), op)
+    return op
+
+
+def reduction(op: str, name: Any) -> str:
+    """The name of a way to reduce, which may be given as torch.distributed's."""
+    name = named(name)
     if name not in tuple(OPS):  # also what cannot be looked up
         raise ValueError(f"{op}: op={name!r} is not one of {', '.join(map(repr, OPS))}")
+    return name  # type: ignore[no-any-return]
 
 
 def countable(op: str, name: str, size: int | torch.SymInt) -> None:
