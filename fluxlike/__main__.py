@@ -2,6 +2,9 @@
 
 import argparse
 import importlib
+import os
+import select
+import signal
 import sys
 
 from .tools.once import Parser
@@ -34,7 +37,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the tool's own arguments")
     asked = parser.parse_args(argv)
-    return importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)
+    try:
+        status: int = importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # to where Python's end flushes what is left
+        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+    return status
+
+
+def _nobody_reads() -> bool:
+    """Whether who read what this prints has left, as `| head` does."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in watch.poll(0))
 
 
 if __name__ == "__main__":

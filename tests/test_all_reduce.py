@@ -1,5 +1,6 @@
 """all_reduce: algorithms, operations, dtypes, sizes, places, lists, bit by bit against sums in the order of the ranks; faults."""
 
+import re
 import zlib
 
 import pytest
@@ -134,7 +135,10 @@ def refusals(group):
         (lambda: fluxlike.all_reduce(x, group, "prod"), "'prod' is not one of 'sum', 'avg', 'max'"),
         (lambda: fluxlike.all_reduce(x, group, algo="ring"), "'ring' is not one of 'auto', 'one_shot', 'two_shot', 'bulk'"),
         (lambda: fluxlike.all_reduce([x, x.half()], group), "reduce tensors of one dtype at a time"),
-        (lambda: fluxlike.all_reduce([1.0], group), "x is float, it must be a tensor"),
+        (lambda: fluxlike.all_reduce([1.0], group), "all_reduce: x[0] is float, it must be a tensor"),
+        (lambda: fluxlike.all_reduce_([x, x.int()], group), "all_reduce_: x[1] has dtype torch.int32, it must be bfloat16"),
+        (lambda: fluxlike.all_reduce_([x, None], group), "all_reduce_: x[1] is None; leave out parameters without a gradient"),
+        (lambda: fluxlike.all_reduce_(x, group, "prod"), "all_reduce_: op='prod' is not one of"),
         (lambda: fluxlike.all_reduce_(torch.zeros(4, 4, device=device()).T, group), "must be contiguous, or use all_reduce"),
         (lambda: fluxlike.all_reduce_(x[:1].expand(4), group), "x has strides (0,); it must be contiguous, or use all_reduce"),
         (lambda: fluxlike.all_reduce_([x, x], group), "x[0] and x[1] overlap in memory (x[1] begins 0 bytes behind"),
@@ -151,10 +155,18 @@ def refusals(group):
             lambda: fluxlike.broadcast(odd, 0, group), lambda: fluxlike.gemm_ar(odd.view(2, 4), weight, group=group),
         ):  # fmt: skip
             said, _ = told(act, ValueError)
-            assert "no multiple of the 4 bytes of its elements; use x.clone()" in said, said
+            assert re.search(r"no multiple of the 4 bytes of its elements; use x(\[[01]\])?\.clone\(\)", said), said
         assert torch.equal(fluxlike.all_gather(odd.view(torch.uint8), group).view(torch.float32), torch.zeros(16))
     size = float(dist.get_world_size(group))
     assert torch.equal(fluxlike.all_reduce(x + 1, group), torch.full_like(x, size))
+    for named, value in ((dist.ReduceOp.SUM, size), (dist.ReduceOp.AVG, 1.0), (dist.ReduceOp.MAX, 1.0)):
+        for y in (fluxlike.all_reduce(x + 1, group, named), fluxlike.all_reduce_(x + 1, group, op=named)):
+            assert y.eq(value).all(), (named, y)
+        assert fluxlike.reduce_scatter(x + 1, group, named).eq(value).all()
+    sparse = fluxlike.sparse_all_reduce((x + 1).to_sparse(), dist.ReduceOp.AVG, group)
+    assert torch.equal(sparse.to_dense(), x + 1)
+    said, _ = told(lambda: fluxlike.all_reduce(x, group, dist.ReduceOp.PRODUCT), ValueError)
+    assert "PRODUCT" in said and "is not one of 'sum', 'avg', 'max'" in said, said
     fluxlike.all_reduce_([x[3:].fill_(1), x[3:3], x[:2].fill_(2)], group)  # parts of one memory, side by side and apart
     assert x.tolist() == [2 * size, 2 * size, 0, size]
 

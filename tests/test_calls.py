@@ -299,7 +299,10 @@ def managers(group):
     for make in (fluxlike.create_gemm_rs_context, fluxlike.create_ag_gemm_context):
         with make(16, 16, 16, torch.float32, group) as ctx:
             assert not ctx.closed
-        assert ctx.closed
+            k = 16 if ctx.op == "ag_gemm" else ctx.k
+            sizes = f"max_m=16, n=16, k={k}, dtype=torch.float32, schedule=auto, ranks={ctx.group_ranks}"
+            assert repr(ctx) == f"<{type(ctx).__name__} {sizes}, open>"
+        assert ctx.closed and repr(ctx).endswith(", closed>")
         ctx.close()
         try:
             with make(16, 16, 16, torch.float32, group) as ctx:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -183,6 +184,16 @@ def test_json_says_what_runs(tmp_path):
     assert triton.__version__ in rows["packages", "triton"]
     assert rows["environment", "CUDA_VISIBLE_DEVICES"] == ""
     assert heap["name"] == "shm" and "no CUDA GPU" in heap["why"]
+
+
+def test_a_reader_that_leaves(tmp_path):
+    """As `doctor --json | head -1` does, which ends when it has its line."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "fluxlike", "doctor", "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writes)
+    assert done.returncode == 128 + signal.SIGPIPE and "Error" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("module", ["torch", "triton", "numpy"])

@@ -131,6 +131,8 @@ def bad_calls(group):
         refuses(partial(gemm_rs, x, w, ag), ValueError, "gemm_rs", "ag_gemm", "create_gemm_rs_context")
         refuses(partial(ag_gemm, shard, w, alone), ValueError, "ag_gemm", "gemm_rs", "create_ag_gemm_context")
         refuses(partial(gemm_rs, x, w, "ctx"), ValueError, "gemm_rs", "str", "create_gemm_rs_context")
+        refuses(partial(gemm_rs, x, w, here(12)), ValueError, "'Tensor'", "create_gemm_rs_context; pass a bias as bias=")
+        refuses(partial(ag_gemm, shard, w, group), ValueError, "create_ag_gemm_context; pass a group as group=")
         refuses(partial(gemm_rs, x.half(), w.half(), alone), ValueError, *halves)
         refuses(partial(ag_gemm, shard.half(), w.half(), ag), ValueError, *halves)
         refuses(partial(gemm_rs, here(25, 8), w, alone), ValueError, "M=25", "max_m=24", "context", "max_m=25")

@@ -410,8 +410,11 @@ def refused(group):
         ("sequence_dim=-2 is not a dimension", lambda: layers.ColumnParallelLinear(8, size, group=group, sequence_dim=-2)),
         ("sequence_dim='1' is not a dimension", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim="1")),
         ("and sequence_dim=3", lambda: layers.RowParallelLinear(size, 8, group=group, sequence_dim=3)(torch.randn(2, 2, 1))),
-        ("x torch.float32; they must be the same", lambda: column.bfloat16()(torch.randn(2, 2, 2 * size))),
-        ("their second sizes (K) must be equal", lambda: column.float()(torch.randn(2, 2, 2 * size + 1))),
+        ("ColumnParallelLinear: the input has dtype torch.float32 and the layer's weight torch.bfloat16; they must be the same",
+         lambda: column.bfloat16()(torch.randn(2, 2, 2 * size))),
+        ("(2, 2, 5) and in_features=4; its last size must be 4", lambda: column.float()(torch.randn(2, 2, 2 * size + 1))),
+        ("(2, 2, 4) and in_features=4, of which each of the 2 ranks takes 2; its last size must be 2",
+         lambda: layers.RowParallelLinear(2 * size, 8, group=group)(torch.randn(2, 2, 2 * size))),
         ("the mesh has 2 dimensions", lambda: colwise._apply(nn.Linear(8, 8), types.SimpleNamespace(ndim=2))),
         ("some of the layers have a bias", lambda: layers.ColumnParallelLinear.from_linear(
             nn.Linear(8, size), nn.Linear(8, size, bias=False), group=group)),
@@ -454,19 +457,19 @@ def refused(group):
     ours = parallel(model(), mesh, shared=True)
     x = torch.randn(2, 2, HIDDEN)
     ours.gate(x)
-    with pytest.raises(ValueError, match="up was called with another tensor"):
+    with pytest.raises(ValueError, match="up was called with another tensor than gate; layers that"):
         ours.up(x.clone())
     ours.up(x)
-    with pytest.raises(ValueError, match="gate was called with a tensor that was changed before gate took"):
+    with pytest.raises(ValueError, match="gate was called with a tensor that was changed since up was called with"):
         ours.gate(x.mul_(2))
     with torch.no_grad():
         ours.up(x)
-    with pytest.raises(ValueError, match="gate was called with gradients on or off, unlike the first, before gate took"):
+    with pytest.raises(ValueError, match="gate was called with gradients on or off, unlike up; layers"):
         ours.gate(x)
     ours.up(x)
     ours.gate(x)
     ours.up(x)
-    with pytest.raises(ValueError, match="gate was called with another tensor"):
+    with pytest.raises(ValueError, match="gate was called with another tensor than up"):
         ours.gate(ours.up(x))
     board = fluxlike.runtime.world.current().control_of(group).board
     before = board._number

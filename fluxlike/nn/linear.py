@@ -76,6 +76,21 @@ def check_divides(layer: str, name: str, size: int, ranks: int) -> None:
         )
 
 
+def check_input(layer: str, x: torch.Tensor, weight: torch.Tensor, ranks: int) -> None:
+    """x fits this rank's part of the weight, of which the layer spreads the features over ``ranks`` (1: it does not)."""
+    size = weight.shape[1]
+    if x.shape[-1] != size:
+        part = "" if ranks == 1 else f", of which each of the {ranks} ranks takes {size}"
+        raise ValueError(
+            f"{layer}: the input is {tuple(x.shape)} and in_features={ranks * size}{part}; its last size must be {size}"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(
+            f"{layer}: the input has dtype {x.dtype} and the layer's weight {weight.dtype}; they must be the same, use "
+            f"x.to({weight.dtype}), or make the layer with dtype={x.dtype}"
+        )
+
+
 def check_linears(layer: str, linears: Sequence[Any]) -> None:
     for linear in linears:
         if not all(hasattr(linear, name) for name in ("in_features", "out_features", "weight", "bias")):
@@ -119,6 +134,7 @@ def column_forward(
         )
     x, *operands = autocast(arrived(x), *weights, *biases)
     weights, biases = operands[: len(weights)], operands[len(weights) :]
+    check_input(layer, x, weights[0], 1)
     keep = save_gathered and torch.is_grad_enabled()
     n = ranks * sum(w.shape[0] for w in weights)  # evenly split: `check_divides`
     results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep, n=n)
@@ -132,6 +148,7 @@ def row_forward(
 ) -> torch.Tensor:
     check_sequence(layer, x, dim, ranks)
     x, weight, bias = autocast(arrived(x), weight, bias)
+    check_input(layer, x, weight, ranks)
     k = ranks * weight.shape[1]  # evenly split: `check_divides`
     y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group, k=k)
     if x.dim() == 2:

@@ -245,13 +245,18 @@ class _Shared:
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
             self.input, self.first, self.version, self.recorded = x, name, _version(x), torch.is_grad_enabled()
         elif self.input is not x or name not in self.waiting or self._changed(x) or self.recorded != torch.is_grad_enabled():
-            how, rest = "another tensor, or again,", ", ".join(self.waiting)
-            if self.input is x and name in self.waiting:
-                how = "a tensor that was changed" if self._changed(x) else "gradients on or off, unlike the first,"
+            if self.input is not x:
+                how = f"with another tensor than {self.first}"
+            elif name not in self.waiting:
+                how = f"again, before {', '.join(self.waiting)} took theirs"
+            elif self._changed(x):
+                how = f"with a tensor that was changed since {self.first} was called with it"
+            else:
+                how = f"with gradients on or off, unlike {self.first}"
             self.input, self.waiting = None, {}
             raise ValueError(
-                f"fluxlike.nn.SharedGather: {name} was called with {how} before {rest} took theirs; layers "
-                "that share a gather must all be called once with the same tensor, else give each a ColwiseParallel of its own"
+                f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
+                "same tensor, else give each a ColwiseParallel of its own"
             )
         result = self.waiting.pop(name)
         if not self.waiting:

@@ -34,14 +34,18 @@ ONE_SHOT = 2 << 20
 
 
 def all_reduce(
-    x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    op: validate.Reduction = "sum",
+    algo: str = "auto",
 ) -> Any:
     """The element-wise sum, average or maximum of ``x`` over the ranks, on all of them.
 
     Args:
         x: bfloat16, float16 or float32, of any shape, the same on all ranks; a copy is made of one that is not contiguous. Or a
             list of such tensors of one dtype: they are reduced by one launch, where they lie.
-        group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it).
+        group: the ranks; those given to init if None. op: "sum", "avg" or "max" (NaN if any rank has it), or
+            torch's ReduceOp.SUM, AVG or MAX.
         algo: "one_shot" (everything to everybody: one trip), "two_shot" (reduce-scatter and all-gather: two trips, fewer bytes),
             "bulk" (the same with signals beside the data), or "auto", the one of the first two that is expected to be faster; or
             "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
@@ -61,6 +65,7 @@ def all_reduce(
         RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
+    op = op if isinstance(op, str) else validate.reduction("all_reduce", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
@@ -71,16 +76,20 @@ def all_reduce(
     if y is not None:
         return y
     with Refusing("all_reduce", resolve(group)):
-        xs = _checked(x, op, algo)
+        xs = _checked("all_reduce", x, op, algo)
         ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
         _run([t.contiguous() for t in xs], ys, group, op, algo, seen)
     return ys[0] if isinstance(x, torch.Tensor) else ys
 
 
 def all_reduce_(
-    x: torch.Tensor | Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+    x: torch.Tensor | Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    op: validate.Reduction = "sum",
+    algo: str = "auto",
 ) -> Any:
     """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
+    op = op if isinstance(op, str) else validate.reduction("all_reduce_", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
@@ -89,7 +98,7 @@ def all_reduce_(
     if _again(seen, x, group, op, algo, in_place=True) is not None:
         return x
     with Refusing("all_reduce", resolve(group)):
-        xs = _checked(x, op, algo)
+        xs = _checked("all_reduce_", x, op, algo)
         for t in xs:
             validate.contiguous("all_reduce_", t)
         _apart(xs, [t.data_ptr() for t in xs])
@@ -172,19 +181,22 @@ def _apart(xs: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
             )
 
 
-def _checked(x: Any, op: str, algo: str) -> list[torch.Tensor]:
-    """The tensors of a call, as a list."""
-    validate.reduction("all_reduce", op)
-    error = check_algorithm("all_reduce", algo, "trees")
+def _checked(name: str, x: Any, op: str, algo: str) -> list[torch.Tensor]:
+    """The tensors of a call of ``name``, as a list."""
+    validate.reduction(name, op)
+    error = check_algorithm(name, algo, "trees")
     if error is not None:
         raise error
-    xs = validate.some("all_reduce", x)
+    xs = validate.some(name, x)
     device = world.current().device
-    for t in xs:
-        validate.readable("all_reduce", "x", t, None, device)
-        validate.summable("all_reduce", t)
+    for i, t in enumerate(xs):
+        which = "x" if t is x else f"x[{i}]"
+        if t is None:
+            raise ValueError(f"{name}: {which} is None; leave out parameters without a gradient, the same ones on all ranks")
+        validate.readable(name, which, t, None, device)
+        validate.summable(name, t, which)
         if t.dtype != xs[0].dtype:
-            raise ValueError(f"all_reduce: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
+            raise ValueError(f"{name}: a list with {xs[0].dtype} and {t.dtype}; reduce tensors of one dtype at a time")
     return xs
 
 

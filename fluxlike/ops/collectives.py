@@ -41,12 +41,15 @@ ALGORITHMS = ("words", "bulk")
 ROOTED = ("words", "two_shot", "bulk")
 
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto") -> torch.Tensor:
+def reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup | None = None, op: validate.Reduction = "sum", algo: str = "auto"
+) -> torch.Tensor:
     """This rank's rows of the element-wise sum, average or maximum of ``x`` over the ranks.
 
     Args:
         x: [M, …], bfloat16, float16 or float32, of the same shape on all ranks.
-        op: "sum", "avg" or "max" (NaN if any rank has it). group: the ranks; those given to init if None.
+        op: "sum", "avg" or "max" (NaN if any rank has it), or torch's ReduceOp of that name.
+        group: the ranks; those given to init if None.
         algo: "words", "bulk" or "auto". What these are, and the errors: the docstring of `fluxlike.ops.collectives`.
 
     Returns:
@@ -55,6 +58,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None, op: 
 
     Numerics: added in fp32 in the order of the ranks and rounded once: the bits of `all_reduce`, on every repeat.
     """
+    op = op if isinstance(op, str) else validate.reduction("reduce_scatter", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
@@ -111,14 +115,15 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
 
 
 def reduce(
-    x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None, op: str = "sum", algo: str = "auto"
+    x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None, op: validate.Reduction = "sum", algo: str = "auto"
 ) -> torch.Tensor | None:
     """The element-wise sum, average or maximum of ``x`` over the ranks, on rank ``root`` only.
 
     Args:
         x: bfloat16, float16 or float32, of any shape, the same on all ranks.
         root: the rank in the group that gets the result.
-        op: "sum", "avg" or "max" (NaN if any rank has it). group: the ranks; those given to init if None.
+        op: "sum", "avg" or "max" (NaN if any rank has it), or torch's ReduceOp of that name.
+        group: the ranks; those given to init if None.
         algo: "words", "two_shot", "bulk" or "auto". What these are, and the errors: the docstring of `fluxlike.ops.collectives`.
 
     Returns:
@@ -126,6 +131,7 @@ def reduce(
 
     Numerics: those of `reduce_scatter`.
     """
+    op = op if isinstance(op, str) else validate.reduction("reduce", op)
     if torch.compiler.is_compiling():
         from . import library_collectives
 

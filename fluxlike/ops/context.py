@@ -53,6 +53,7 @@ class Context(GroupContext):
     """
 
     maker = "fluxlike.ops.context.Context"
+    shown = ("max_m", "n", "k", "dtype", "schedule")
     watched: tuple[str, ...] = ("head", "full", "flags", "data", "ctl", "ready", "work", "parts", "scratch")
     payload = ("data",)
     signals = ("head", "full", "flags", "ready")

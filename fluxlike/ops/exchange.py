@@ -111,6 +111,7 @@ class ExchangeContext(EpochContext):
     """
 
     watched = (*EpochContext.watched, "slots")
+    shown: tuple[str, ...] = ("op", "words", "bulk")
 
     def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
         """Collective."""

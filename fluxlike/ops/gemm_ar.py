@@ -25,6 +25,7 @@ class GemmARContext(ExchangeContext):
     """Memory for calls up to ``max_m`` rows and ``n`` columns; any K."""
 
     watched = (*ExchangeContext.watched, "partial")
+    shown = ("max_m", "n", "dtype", "algo")
 
     def __init__(self, max_m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None, algo: str = "auto") -> None:
         control = resolve(group)

@@ -279,11 +279,14 @@ class GroupContext(Held):
         return self._error
 
     def fits(self, sizes: dict[str, int]) -> bool:
-        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure."""
+        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure.
+
+        But for ranks out of step, of which each is told before it can meet the others to make another.
+        """
         return self.in_step() and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def in_step(self) -> bool:
-        return not self.closed and self._mended == self.board.mended
+        return not self.closed and self._mended == self.board.mended and not isinstance(self._error, CallMismatch)
 
     def stop(self, error: Exception) -> None:
         """The ranks of the group are out of step, as ``error`` says: this context fails, and no rank need wait in it any more."""
@@ -348,7 +351,10 @@ class GroupContext(Held):
                 )
                 self.board.freeze()
 
-    def _timeout(self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> PeerTimeout:
+    def _timeout(
+        self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int, after: float | None = None
+    ) -> PeerTimeout:
+        """``after``: seconds after which the wait was ended, where that was before the limit."""
         me, them = self.group_ranks[self.rank], self.group_ranks[peer]
         if abort and abort - 1 != self.rank:
             other = self.group_ranks[abort - 1]
@@ -357,14 +363,15 @@ class GroupContext(Held):
                 f"gave up first; the message of rank {other} names the cause. {self.remedy}",
                 told=2,
             )
+        waited, limit = (f"{self.limit_s:g}", "; FLUXLIKE_TIMEOUT_S sets the limit") if after is None else (f"{after:.1f}", "")
         return PeerTimeout(
-            f"{before}{self.op}: rank {me} waited {self.limit_s:g} s for rank {them}: {_WHAT[what]} of call {call} (expected "
-            f"{want}, saw {seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order; "
-            f"FLUXLIKE_TIMEOUT_S sets the limit. {self.remedy}"
+            f"{before}{self.op}: rank {me} waited {waited} s for rank {them}: {_WHAT[what]} of call {call} (expected {want}, saw "
+            f"{seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order{limit}. "
+            f"{self.remedy}"
         )
 
-    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "") -> Exception:
-        """CPU heap: the error of a wait that cannot be met, after telling every peer."""
+    def give_up(self, what: int, peer: int, want: int, seen: int, cause: str = "", after: float | None = None) -> Exception:
+        """CPU heap: the error of a wait that cannot be met, after telling every peer. ``after``: see `_timeout`."""
         mismatch = self.board.diagnose()
         if mismatch is not None:
             return mismatch
@@ -373,7 +380,7 @@ class GroupContext(Held):
             self._release()
         with racecheck.unseen():
             call = int(self.ctl[sync.EPOCH.value]) + 1
-        return self._timeout(cause, what, peer, want, seen, call, abort)
+        return self._timeout(cause, what, peer, want, seen, call, abort, after)
 
     # -- closing --------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class Held(metaclass=Making):
     #: The ranks of the group, as the world counts them, and this one's place among them.
     group_ranks: list[int]
     rank: int
+    closed: bool
+    #: What of it people want to see: sizes, dtype, how calls are made.
+    shown: tuple[str, ...] = ()
     #: What to do when a call has failed; it ends the message.
     remedy = "Close the context and make a new one"
 
@@ -65,6 +68,12 @@ class Held(metaclass=Making):
 
     def abandon(self) -> None:
         """It cannot be closed, as a peer or the device may still write to it: threads end, and the memory of the heap stays."""
+
+    def __repr__(self) -> str:
+        # of one that is half made, too
+        said = "".join([f"{name}={getattr(self, name, None)}, " for name in self.shown])
+        state = "closed" if getattr(self, "closed", True) else "open"
+        return f"<{type(self).__name__} {said}ranks={getattr(self, 'group_ranks', None)}, {state}>"
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -61,6 +61,7 @@ class NodesContext(Held):
 
     inner: Any
     messages: Any
+    shown = ("max_m", "n", "k", "dtype", "schedule")
 
     def __init__(
         self, op: str, control: ControlGroup, dtype: torch.dtype, schedule: str, here: int = 0, **sizes: int | None

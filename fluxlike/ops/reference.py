@@ -155,7 +155,7 @@ def ag_gemm(
 @_plainly
 def sparse_all_reduce(
     x: torch.Tensor,
-    op: str = "sum",
+    op: validate.Reduction = "sum",
     group: dist.ProcessGroup | None = None,
     mode: str = "exact",
     *,
@@ -164,7 +164,8 @@ def sparse_all_reduce(
     wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
     """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact"."""
-    wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype)
+    how: str = validate.named(op)
+    wire = check(x, how, mode, ctx, group, max_nnz, wire_dtype)
     control, dims = resolve(group) if ctx is None else ctx.control, x.sparse_dim()
     ids, values, _ = entries_of(x)
     total, seen = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0)
@@ -178,7 +179,7 @@ def sparse_all_reduce(
         part = part.to(wire).float()
         grown[at] = torch.where(new[:, None], part, grown[at] + part)
         total, seen = grown, union
-    if op == "avg":
+    if how == "avg":
         total /= torch.tensor(float(control.size), device=x.device)  # by a number of the host's, torch multiplies on GPUs
     result = total.to(x.dtype)
     indices = torch.stack(torch.unravel_index(seen, x.shape[:dims]))

@@ -75,6 +75,7 @@ class SparseAllReduceContext(EpochContext):
     have, "direct" if each makes all of them.
     """
 
+    shown = ("rows", "width", "dtype", "wire")
     _pending: Pending | None = None
 
     def __init__(self, control: ControlGroup, rows: int, width: int, dtype: torch.dtype, wire: torch.dtype) -> None:
@@ -288,7 +289,7 @@ def create_sparse_all_reduce_context(
 
 def sparse_all_reduce_(
     x: torch.Tensor,
-    op: str = "sum",
+    op: validate.Reduction = "sum",
     group: dist.ProcessGroup | None = None,
     mode: str = "exact",
     *,
@@ -301,7 +302,7 @@ def sparse_all_reduce_(
     Args:
         x: sparse COO, bfloat16, float16 or float32, of the same shape and sparse_dim on all ranks, coalesced or not, with up to
             2³⁰ entries, also none.
-        op: "sum" or "avg" (over all ranks). group: the ranks; those given to init if None.
+        op: "sum" or "avg" (over all ranks), or torch's ReduceOp of that name. group: the ranks; those given to init if None.
         mode: "exact": the result is coalesced: ids in ascending order, each once. The host learns how many they are, and waits for
             the exchange of ids, not for values. "padded": nothing waits, so that it can be captured in a CUDA graph. The result has
             ``ranks · max_nnz`` entries: behind the ids come entries of zeros with the last id again. It is not marked as coalesced.
@@ -330,7 +331,7 @@ def sparse_all_reduce_(
 
 def sparse_all_reduce(
     x: torch.Tensor,
-    op: str = "sum",
+    op: validate.Reduction = "sum",
     group: dist.ProcessGroup | None = None,
     mode: str = "exact",
     *,
@@ -344,7 +345,7 @@ def sparse_all_reduce(
 
 def sparse_reduce_scatter(
     x: torch.Tensor,
-    op: str = "sum",
+    op: validate.Reduction = "sum",
     group: dist.ProcessGroup | None = None,
     mode: str = "exact",
     *,
@@ -366,9 +367,10 @@ def sparse_reduce_scatter(
 
 
 def _call(
-    x: Any, op: str, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
+    x: Any, op: Any, group: dist.ProcessGroup | None, mode: str, ctx: SparseAllReduceContext | None, max_nnz: int | None,
     wire_dtype: torch.dtype | str | None, scatter: bool = False,
 ) -> torch.Tensor:  # fmt: skip
+    op = validate.named(op)
     if "torch._dynamo" not in sys.modules:
         return call(x, op, group, mode, ctx, max_nnz, wire_dtype, scatter)
     # Dynamo leaves a function with sparse tensors alone, but would compile those that it calls, which are ours.

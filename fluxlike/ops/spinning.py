@@ -32,14 +32,15 @@ def on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ct
         return
     if me in _told:
         raise context.give_up(what, peer, want, seen)
+    waited = time.monotonic() - _waits[me]
     if turn % 64 == 63:
         mismatch = context.board.diagnose()
         if mismatch is not None:
             raise mismatch
         gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
         if gone:
-            raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ")
-    if time.monotonic() - _waits[me] > context.limit_s:
+            raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ", waited)
+    if waited > context.limit_s:
         raise context.give_up(what, peer, want, seen)
 
 

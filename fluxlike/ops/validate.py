@@ -15,12 +15,20 @@ from . import tiling
 from .context import DTYPES
 from .exchange import OPS
 
+#: What a caller names a way to reduce by; see `reduction`.
+Reduction = str | dist.ReduceOp | dist.ReduceOp.RedOpType
+
 
 def context(op: str, ctx: Any, kind: type[Any] | tuple[type[Any], ...]) -> None:
     """ctx is None or a context of this operation."""
     found = getattr(ctx, "op", type(ctx).__name__)
     if ctx is not None and (not isinstance(ctx, kind) or found != op):
-        raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context")
+        remedy = ""
+        if isinstance(ctx, torch.Tensor) and not op.startswith("sparse"):
+            remedy = "; pass a bias as bias="
+        elif isinstance(ctx, dist.ProcessGroup):
+            remedy = "; pass a group as group="
+        raise ValueError(f"{op}: ctx is of {found!r}, it must come from fluxlike.create_{op}_context{remedy}")
 
 
 def listed(weight: Any, bias: Any) -> tuple[list[Any], list[Any]]:
@@ -166,11 +174,11 @@ def _address(t: torch.Tensor) -> int:
         return 0
 
 
-def summable(op: str, x: torch.Tensor) -> None:
+def summable(op: str, x: torch.Tensor, name: str = "x") -> None:
     """x has a dtype in which sums over the ranks are made."""
     if x.dtype not in DTYPES:
-        remedy = "torch.view_as_real(x)" if x.is_complex() else "x.to(torch.float32)"
-        raise ValueError(f"{op}: x has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
+        remedy = f"torch.view_as_real({name})" if x.is_complex() else f"{name}.to(torch.float32)"
+        raise ValueError(f"{op}: {name} has dtype {x.dtype}, it must be bfloat16, float16 or float32; use {remedy}")
 
 
 def some(op: str, x: Any) -> list[Any]:
@@ -191,10 +199,19 @@ def contiguous(op: str, x: torch.Tensor) -> None:
         raise ValueError(f"{op}: x has strides {x.stride()}; it must be contiguous, or use all_reduce")
 
 
-def reduction(op: str, name: Any) -> None:
-    """``name`` is that of a way to reduce."""
+def named(op: Any) -> Any:
+    """torch.distributed's way to reduce by its name here, if it has one; anything else as it is."""
+    if isinstance(op, dist.ReduceOp):
+        return next((name for name in OPS if op == getattr(dist.ReduceOp, name.upper())), op)
+    return op
+
+
+def reduction(op: str, name: Any) -> str:
+    """The name of a way to reduce, which may be given as torch.distributed's."""
+    name = named(name)
     if name not in tuple(OPS):  # also what cannot be looked up
         raise ValueError(f"{op}: op={name!r} is not one of {', '.join(map(repr, OPS))}")
+    return name  # type: ignore[no-any-return]
 
 
 def countable(op: str, name: str, size: int | torch.SymInt) -> None:
