@@ -279,14 +279,11 @@ class GroupContext(Held):
         return self._error
 
     def fits(self, sizes: dict[str, int]) -> bool:
-        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure.
-
-        But for ranks out of step, of which each is told before it can meet the others to make another.
-        """
+        """Whether calls up to ``sizes`` can use it. The same on all ranks: not what failed, but what was made before a failure."""
         return self.in_step() and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def in_step(self) -> bool:
-        return not self.closed and self._mended == self.board.mended and not isinstance(self._error, CallMismatch)
+        return not self.closed and self._mended == self.board.mended
 
     def stop(self, error: Exception) -> None:
         """The ranks of the group are out of step, as ``error`` says: this context fails, and no rank need wait in it any more."""
@@ -351,10 +348,7 @@ class GroupContext(Held):
                 )
                 self.board.freeze()
 
-    def _timeout(
-        self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int, after: float | None = None
-    ) -> PeerTimeout:
-        """``after``: seconds after which the wait was ended, where that was before the limit."""
+    def _timeout(self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> PeerTimeout:
         me, them = self.group_ranks[self.rank], self.group_ranks[peer]
         if abort and abort - 1 != self.rank:
             other = self.group_ranks[abort - 1]

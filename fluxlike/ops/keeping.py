@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from ..runtime import world
-from ..runtime.calls import M_OF_SHARDS
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 
@@ -16,7 +15,7 @@ def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
         if theirs != said[0]:
             rule = "they must be the same on all ranks"
             if op == "ag_gemm":
-                rule += f"; {M_OF_SHARDS}"
+                rule += "; without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
             raise CallMismatch(f"{op}: rank {control.ranks[0]} calls it with {said[0]} and rank {rank} with {theirs}; {rule}")
 
 
@@ -30,8 +29,6 @@ def kept(
 
     A context that calls have outgrown is closed, unless a CUDA graph has captured calls of it: replays use its memory, so it stays
     open until finalize, beside the new one. The ranks must all have captured such calls, or none: else ValueError on all.
-
-    One that has failed as the ranks were out of step is replaced like one that was outgrown: no program has it to close.
 
     The new one is for the largest of each size, which no one call may have had; if there is no memory for that, for this call.
     """

@@ -21,7 +21,6 @@ Nothing here is exact about memory order across processors: an entry that differ
 
 import itertools
 import os
-import re
 import struct
 import threading
 import time
@@ -44,9 +43,6 @@ _HEADER = 64
 _BOARD = _HEADER + RING * _ENTRY.size
 _SETTLE_S = 2e-3
 _AHEAD = 16  # entries that a rank can write between a meeting and the next
-#: Of ag_gemm, whose M is a number that few callers have passed.
-M_OF_SHARDS = "without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
-_GATHERS = re.compile(r"\(ag_gemm, .* with (M=\d+)")
 
 
 class Member(Protocol):
@@ -71,7 +67,7 @@ class CallBoard:
     """This rank's view of the boards of a group. Making it is collective. Calls and meetings hold `ControlGroup.lock`."""
 
     def __init__(self, control: ControlGroup) -> None:
-        self._ranks, self._me, self._spans = control.ranks, control.rank, control.whole.spans
+        self._ranks, self._me = control.ranks, control.rank
         self._memory, fd = shm.share(control.size * _BOARD, control, "the call boards")
         os.close(fd)
         self._starts = [rank * _BOARD for rank in range(control.size)]
@@ -193,20 +189,15 @@ class CallBoard:
 
     def _error(self, found: Difference | str) -> CallMismatch:
         """The error of a difference, after this rank's contexts and the waits of all ranks have been ended."""
-        what, more = found, ""
+        what = found
         if isinstance(found, Difference):
             (a, b), (ours, theirs) = (self._ranks[found.a], self._ranks[found.b]), found.texts
             what = f"rank {a} is at '{ours}' and rank {b} at '{theirs}'"
             if ours == theirs:
                 what = f"ranks {a} and {b} have made different calls before '{ours}'"
-            if len({rows[1] for rows in map(_GATHERS.search, found.texts) if rows}) == 2:
-                more = f" ({M_OF_SHARDS})"
-        without = "calls without a context work again when all ranks have been told"
-        if self._spans:  # see `ops.nodes.NodesContext.fits`
-            without = "for calls without a context, call fluxlike.finalize and fluxlike.init on all ranks"
         error = CallMismatch(
-            f"{what}; all ranks of a group must make the same calls, with the same sizes, in the same order{more}. Close the "
-            f"contexts of the group of ranks {self._ranks} and make new ones; {without}"
+            f"{what}; all ranks of a group must make the same calls, with the same sizes, in the same order. Close the contexts "
+            f"of the group of ranks {self._ranks} and make new ones; calls without a context work again after that"
         )
         self.freeze()
         for member in list(self.members):
