@@ -201,16 +201,8 @@ class ControlGroup:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` as `wire` has it, in group order. PeerTimeout if a rank does not come.
 
-        CallMismatch if the ranks were not in step before, then with this rank's contexts ended and the ranks in step again, or if
-        they are now at different meetings: of that all are told.
+        CallMismatch if the ranks were not in step before, then with this rank's contexts ended and the ranks in step again.
         """
-        values, apart = self._gather(value, what)
-        if apart:
-            raise CallMismatch(apart)
-        return values
-
-    def _gather(self, value: Any, what: str) -> tuple[list[Any], str]:
-        """As `gather`, but with what is to be said if a rank came for something else; "" if none did."""
         with self.lock:
             told = self.board is not None and self.board.frozen
             try:
@@ -219,15 +211,15 @@ class ControlGroup:
                 if not told:
                     raise
                 said = self._meet(value, what)  # this rank has raised before: it waits for those that raise only now
-        for rank, (theirs, *_) in zip(self.ranks, said, strict=True):
+        for index, (theirs, *_) in enumerate(said):
             if theirs != what:
-                return [], (
-                    f"rank {self.ranks[self.rank]} is at '{what}' and rank {rank} at '{theirs}'; all ranks of the group must make "
-                    "the same collective calls in the same order"
+                raise RuntimeError(
+                    f"rank {self.ranks[self.rank]} is at '{what}' and rank {self.ranks[index]} at '{theirs}'; all ranks of the "
+                    "group must make the same collective calls in the same order"
                 )
         if observer is not None:
             observer.learn([clock for _, _, clock, _ in said])
-        return [value for _, value, _, _ in said], ""
+        return [value for _, value, _, _ in said]
 
     def _meet(self, value: Any, what: str) -> list[Any]:
         """What every rank came for, its value, its clocks and its state. CallMismatch if a rank must be told that they differ."""
@@ -354,14 +346,11 @@ class ControlGroup:
 
         The error is one that this rank learns of here: it belongs raised, but after the leaving.
         """
-        mismatch, told, apart = None, self.board is not None and self.board.frozen, ""
+        mismatch, told = None, self.board is not None and self.board.frozen
         for _ in range(3):  # once found, told to the ranks that do not know, in step again
             try:
-                before, (_, apart) = apart, self._gather(None, what)
-                if not apart or before:
-                    return not apart, mismatch
-                # who came for something else is told so there, and comes here next, if it does not leave, too
-                log.warning("rank %d: %s", self.ranks[self.rank], apart)
+                self.barrier(what)
+                return True, mismatch
             except CallMismatch as error:
                 mismatch = mismatch or (None if told else error)
             except RuntimeError as error:
