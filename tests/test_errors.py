@@ -170,6 +170,8 @@ def another_group(group):
     with fluxlike.create_gemm_rs_context(24, 12, dtype=F32, schedule="in_kernel") as ctx:
         if dist.get_rank() == 0:
             refuses(lambda: fluxlike.gemm_rs(x, w, ctx, group=single), ValueError, "group", [0], ctx.group_ranks)
+        else:  # each refuses a call, so they stay in step
+            refuses(lambda: fluxlike.gemm_rs(x.half(), w, ctx), ValueError, "float16")
         # The same ranks are the same group, whatever the object.
         case = RSCase(20, 12, [8] * ctx.size, F32, 2)
         x, w, _ = case.inputs(ctx.rank)

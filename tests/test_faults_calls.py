@@ -83,6 +83,8 @@ def refuses_and_goes_on(group, op, wants, late):
                 break
         else:
             raise AssertionError(f"{op}, attempt {attempt}: rank {rank} was told nothing")
+        if device().type == "cuda" and seen:
+            seen.pop()  # what a kernel found out is raised by the call behind it
         for value, y in seen:
             assert y is None or torch.equal(y, ones * value), f"{op}: call {value} is of another: {y}"
         while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:

@@ -348,7 +348,10 @@ class GroupContext(Held):
                 )
                 self.board.freeze()
 
-    def _timeout(self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int) -> PeerTimeout:
+    def _timeout(
+        self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int, after: float | None = None
+    ) -> PeerTimeout:
+        """``after``: seconds after which the wait was ended, where that was before the limit."""
         me, them = self.group_ranks[self.rank], self.group_ranks[peer]
         if abort and abort - 1 != self.rank:
             other = self.group_ranks[abort - 1]

@@ -197,7 +197,8 @@ class CallBoard:
                 what = f"ranks {a} and {b} have made different calls before '{ours}'"
         error = CallMismatch(
             f"{what}; all ranks of a group must make the same calls, with the same sizes, in the same order. Close the contexts "
-            f"of the group of ranks {self._ranks} and make new ones; calls without a context work again after that"
+            f"of the group of ranks {self._ranks} and make new ones; calls without a context work again after that, or after "
+            "fluxlike.finalize and fluxlike.init on all ranks"
         )
         self.freeze()
         for member in list(self.members):
