@@ -48,6 +48,7 @@ class Graphs:
 def engine(monkeypatch):
     made = object.__new__(copy_engine.CudaCopyEngine)
     made.graphs, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    made._own = SimpleNamespace(stream="side", give_back=lambda: None)
     monkeypatch.setattr(copy_engine, "driver", made.graphs)
     made.capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
@@ -87,7 +88,6 @@ def test_what_was_written_last_is_in_the_graph(engine):
 
 
 def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
-    engine._own = SimpleNamespace(stream="side")
     event = SimpleNamespace(record=lambda stream: engine.graphs.job(("event", stream)))
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event if enable_timing else None)
     engine._batch += ["write", "wait"]
@@ -245,10 +245,15 @@ def test_a_side_stream_is_nobody_elses(monkeypatch):
     assert len(set(held)) == 42 and cuda.streams.Own(torch.device("cuda", 1)).raw not in held
     engines[0].abandon()
     stuck, free = engines[0]._raw, {made._raw for made in engines[1:]}
-    del engines
+    for made in engines[:20]:  # also of contexts that somebody still holds
+        made.close()
+    closed = engines[:20]
+    del engines, made
     again = [copy_engine.CudaCopyEngine(gpu) for _ in range(40)]
     found = {made._raw for made in again}
     assert len(found) == 40 and free < found and not found & {stuck, lanes._raw, puts._raw}
+    del closed
+    assert cuda.streams.Own(gpu, -1).raw not in found, "one that was given back twice"
     assert cuda.streams.Own(gpu).raw not in held, "of another priority"
 
 

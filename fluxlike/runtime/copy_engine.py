@@ -138,9 +138,10 @@ class CudaCopyEngine:
             driver.destroy_graph(graph)
 
     def close(self) -> None:
-        """Free the graphs; the device is done with them."""
+        """Free the graphs, and the stream; the device is done with them."""
         for key in list(self._graphs):
             self._forget(key)
+        self._own.give_back()
 
     def abandon(self) -> None:
         """No job comes any more, and the device may not be done: the graphs stay, and the stream."""

@@ -25,9 +25,9 @@ class Own:
     _free: ClassVar[dict[tuple[int, int], list[int]]] = {}
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
-        self._back = free = self._free.setdefault((device.index, priority), [])
+        self._back: list[int] | None = self._free.setdefault((device.index, priority), [])
         try:
-            self.raw = free.pop()
+            self.raw = self._back.pop()
         except IndexError:
             self.raw = driver.make_stream(priority)
         #: As torch's object.
@@ -37,9 +37,15 @@ class Own:
         """What it holds may never be done, so nobody is to have it again."""
         self._back = []
 
+    def give_back(self) -> None:
+        """To the next holder, as soon as this one needs it no more: a context may be long gone before Python takes it away."""
+        if self._back is not None:
+            self._back.append(self.raw)
+            self._back = None
+
     def __del__(self) -> None:
         if hasattr(self, "raw"):
-            self._back.append(self.raw)
+            self.give_back()
 
 
 class Switched:

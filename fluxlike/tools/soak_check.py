@@ -178,7 +178,8 @@ def _gemm(
 ) -> tuple[int, list[Pair]]:
     rows, columns = _sample(rng, signature, signature.n)
     x, w, bias = operands.x[rows], operands.weights[0], operands.biases[0]
-    exact, rounded = x.double() @ w[columns].double().T, (x @ w.T)[:, columns]
+    # torch's with all rows, as a call has them: with fewer cuBLAS may cut K otherwise, and be the more exact
+    exact, rounded = x.double() @ w[columns].double().T, (operands.x @ w.T)[rows][:, columns]
     added = None if bias is None else bias[columns].cpu()
     said = control.gather((exact.cpu(), rounded.cpu(), x.shape[1], added), "soak: partial sums of a sample")
     full, rank = chunk_rows(signature.m, control.size), control.rank
@@ -268,10 +269,11 @@ def _ag_gemm(
     full = chunk_rows(signature.m, control.size)
     mine = [row - control.rank * full for row in rows if row // full == control.rank]
     gathered = torch.cat(control.gather(operands.x[mine].cpu(), "soak: rows of a sample")).to(operands.x.device)
-    pairs = []
+    pairs, whole = [], gathered.new_zeros(signature.m, gathered.shape[1])
+    whole[rows] = gathered  # torch's with all rows, as in `_gemm`
     for z, w, bias in zip(results, operands.weights, operands.biases, strict=False):
         columns = sorted(rng.sample(range(w.shape[0]), min(w.shape[0], SAMPLE_COLUMNS)))
-        truth, torchs = gathered.double() @ w[columns].double().T, (gathered @ w.T)[:, columns]
+        truth, torchs = gathered.double() @ w[columns].double().T, (whole @ w.T)[rows][:, columns]
         if bias is not None:
             truth, torchs = truth + bias[columns].double(), torchs + bias[columns]
         pairs.append((z[rows][:, columns], torchs, truth))
