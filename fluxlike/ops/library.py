@@ -334,7 +334,7 @@ _gemm_rs, _gemm_ar, _ag_gemm = (torch.compiler.disable(call, reason=_WHY) for ca
 def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any, k: Any) -> torch.Tensor:
     if torch.compiler.is_compiling() and not (ctx is None and out is None):
         return _gemm_rs(x, weight, ctx, bias=bias, group=group, out=out, k=k)
-    with _refusing("gemm_rs", group):
+    with _refusing("gemm_rs", ctx, group):
         _no("gemm_rs", ctx=ctx, out=out)
         tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
         validate.whole("gemm_rs", "k", k, x.shape[1])
@@ -344,7 +344,7 @@ def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
 def gemm_ar(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: Any, out: Any) -> torch.Tensor:
     if torch.compiler.is_compiling() and not (ctx is None and out is None):
         return _gemm_ar(x, weight, ctx, bias=bias, group=group, out=out)
-    with _refusing("gemm_ar", group):
+    with _refusing("gemm_ar", ctx, group):
         _no("gemm_ar", ctx=ctx, out=out)
         tensors("gemm_ar", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
     return gemm_ar_op(x, weight, bias, name_of(group))
@@ -357,7 +357,7 @@ def ag_gemm(
         return _ag_gemm(
             x_shard, weight, ctx, bias=bias, group=group, return_gathered=return_gathered, m=m, n=n, out=out
         )  # fmt: skip
-    with _refusing("ag_gemm", group):
+    with _refusing("ag_gemm", ctx, group):
         _no("ag_gemm", ctx=ctx, out=out)
         weights, biases = validate.listed(weight, bias)
         tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
@@ -375,9 +375,11 @@ def ag_gemm(
     return (result, results[-1]) if return_gathered else result
 
 
-def _refusing(op: str, group: Any) -> Any:
+def _refusing(op: str, ctx: Any, group: Any) -> Any:
     """See `refusals`; what is compiled is not there yet."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, resolve(group))
+    if torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return Refusing(op, ctx.control if hasattr(ctx, "control") else resolve(group))
 
 
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
