@@ -225,3 +225,22 @@ def crossed(group):
 def test_groups_of_the_same_ranks():
     first, second = run_fresh(crossed, 2, {"FLUXLIKE_TIMEOUT_S": "15"}, heap="shm", timeout=90)
     assert first.ok and second.ok and first.value == second.value, f"{first}\n{second}"
+
+
+def refused_in_one(group):
+    """A call that a pair refuses is none of the world's, whose ranks are still in step, also where autograd would record it."""
+    mine, place = my_group("blocks")
+    x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 8)
+    with fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype, group=mine) as ctx:
+        if place == 0:
+            for bad in (x, x.detach().half()):
+                with pytest.raises(ValueError, match="autograd records" if bad is x else "float16"):
+                    fluxlike.gemm_rs(bad, w, ctx)
+        assert torch.equal(fluxlike.gemm_rs(x.detach(), w, ctx), torch.full((2, 8), 16.0))
+    with fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype, group=group) as ctx:
+        assert torch.equal(fluxlike.gemm_rs(x.detach(), w, ctx), torch.full((1, 8), 32.0))
+
+
+@pytest.mark.skipif(TORCHRUN, reason="of CPU tensors")
+def test_a_call_that_one_group_refuses():
+    run_ranks(refused_in_one, 4)
