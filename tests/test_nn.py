@@ -430,8 +430,8 @@ def refused(group):
         ("the sequence, is not a multiple of the 2 ranks", lambda: uneven(torch.randn(2, 2 * size + 1, 8))),
         ("one before the last", lambda: column(torch.randn(2 * size))),
         ("this rank holds", lambda: column(torch.randn(3, 2 * size), m=100)),
-        ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object())),
-        ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size))),
+        ("ctx= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, ctx=object(), group=group)),
+        ("out= is given", lambda: fluxlike.gemm_rs(torch.randn(4, 2), row.weight, out=torch.empty(2, 2 * size), group=group)),
         ("name two or more", lambda: layers.SharedGather("gate")),
         ("ModuleDict has no 'up'; names are of layers in", lambda: parallelize_module(
             nn.ModuleDict({"gate": nn.Linear(4, size)}), mesh, layers.SharedGather("gate", "up"))),
@@ -440,19 +440,21 @@ def refused(group):
         ("Conv1d, it must be an nn.Linear", lambda: layers.ColumnParallelLinear.from_linear(nn.Conv1d(1, 1, 1), group=group)),
         ("list, it must be an nn.Linear", lambda: layers.RowParallelLinear.from_linear([nn.Linear(2, 2)], group=group)),
         ("as from_linear(*layers)", lambda: layers.ColumnParallelLinear.from_linear([nn.Linear(2, 2)], group=group)),
-        ("weight is ParameterList, it must be a tensor, or a list", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights)),
         ("weight is ParameterList, it must be a tensor, or a list", lambda: fluxlike.ag_gemm(
-            torch.randn(2, 4).requires_grad_(), column.weights)),
-        ("it must be a tensor of 2 dimensions; pass one", lambda: fluxlike.gemm_rs(torch.randn(4, 2), [row.weight])),
-        ("x is list", lambda: fluxlike.gemm_rs([1.0], row.weight)),
-        ("x is NoneType", lambda: fluxlike.gemm_ar(None, row.weight)),
-        ("x is (4,), it must be a tensor of 2 dimensions", lambda: fluxlike.gemm_rs(torch.randn(4), row.weight)),
-        ("x is (), it must be a tensor of 2 dimensions", lambda: fluxlike.ag_gemm(torch.tensor(4.0), column.weights[0])),
-        ("its rows must be contiguous", lambda: fluxlike.gemm_rs(torch.randn(2, 4).T, row.weight)),
-        ("bias is float", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], bias=1.0)),
-        ("m=-1 is not a number of rows", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], m=-1)),
-        ("their second sizes (K) must be equal", lambda: fluxlike.gemm_rs(torch.randn(4, 3), row.weight)),
-        ("give at least one weight", lambda: fluxlike.ag_gemm(torch.randn(2, 4).requires_grad_(), [])),
+            torch.randn(2, 4), column.weights, group=group)),
+        ("weight is ParameterList, it must be a tensor, or a list", lambda: fluxlike.ag_gemm(
+            torch.randn(2, 4).requires_grad_(), column.weights, group=group)),
+        ("it must be a tensor of 2 dimensions; pass one", lambda: fluxlike.gemm_rs(torch.randn(4, 2), [row.weight], group=group)),
+        ("x is list", lambda: fluxlike.gemm_rs([1.0], row.weight, group=group)),
+        ("x is NoneType", lambda: fluxlike.gemm_ar(None, row.weight, group=group)),
+        ("x is (4,), it must be a tensor of 2 dimensions", lambda: fluxlike.gemm_rs(torch.randn(4), row.weight, group=group)),
+        ("x is (), it must be a tensor of 2 dimensions", lambda: fluxlike.ag_gemm(
+            torch.tensor(4.0), column.weights[0], group=group)),
+        ("its rows must be contiguous", lambda: fluxlike.gemm_rs(torch.randn(2, 4).T, row.weight, group=group)),
+        ("bias is float", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], bias=1.0, group=group)),
+        ("m=-1 is not a number of rows", lambda: fluxlike.ag_gemm(torch.randn(2, 4), column.weights[0], m=-1, group=group)),
+        ("their second sizes (K) must be equal", lambda: fluxlike.gemm_rs(torch.randn(4, 3), row.weight, group=group)),
+        ("give at least one weight", lambda: fluxlike.ag_gemm(torch.randn(2, 4).requires_grad_(), [], group=group)),
     ]  # fmt: skip
     ours = parallel(model(), mesh, shared=True)
     x = torch.randn(2, 2, HIDDEN)
