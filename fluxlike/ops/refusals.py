@@ -2,7 +2,8 @@
 
 They may have begun theirs, and wait. If this rank said nothing, they would take its next call of the same sizes for the one that it
 refused, and all results from then on would be of different calls. So it makes an entry on the board in place of the call. If all
-of them refuse theirs, whatever the reasons, the entries are the same, and they are still in step.
+of them refuse theirs, whatever the reasons, the entries are the same, and they are still in step. A group that spans nodes has no
+board, so there nobody is told.
 """
 
 import warnings
