@@ -31,7 +31,7 @@ from fluxlike.tools.trace_events import Program, Span, Timeline
 OPS = ("gemm_rs", "ag_gemm")
 SCHEDULES = tool.SCHEDULES[1:]
 RANKS = 3
-M, N, K = 3 * 100, 130, 72  # two rows and three columns of tiles a chunk, ragged
+M, N, K = 3 * 100, 130, 72  # two rows and, by the width of tiles, two or three columns of tiles a chunk, ragged
 BEGIN, PLACE, COMPUTED, STORED, SIGNAL, WAITS = (
     word.value for word in (kernel.BEGIN, kernel.PLACE, kernel.COMPUTED, kernel.STORED, kernel.SIGNAL, kernel.WAITS)
 )
@@ -109,6 +109,11 @@ def signals(facts: dict[str, Any], tile: int) -> bool:
     return not facts["COPY_ENGINE"] or following >= per_chunk * (facts["R"] - 1) or following // per_unit != tile // per_unit
 
 
+def tiles_of_a_chunk(facts: dict[str, Any]) -> list[tuple[int, int]]:
+    """Row and column of each."""
+    return list(itertools.product(range(cdiv(M // RANKS, facts["BM"])), range(cdiv(N, facts["BN"]))))
+
+
 def words_of(traced: tracing.Traced) -> list[list[int]]:
     return traced.times.tolist()
 
@@ -117,8 +122,8 @@ def test_every_tile_is_there_once_and_in_order(calls) -> None:
     for traced, _ in calls:
         facts, words = traced.facts, words_of(traced)
         tiles = {tile.number: tile for tile in trace_events.schedule(facts)}
-        assert sorted(tiles) == list(range(tracing.tile_count(facts)))
-        everywhere = itertools.product(range(RANKS), range(2), range(3))
+        assert sorted(tiles) == list(range(tracing.tile_count(facts))) and len(tiles_of_a_chunk(facts)) >= 4
+        everywhere = ((chunk, *place) for chunk in range(RANKS) for place in tiles_of_a_chunk(facts))
         assert Counter((tile.chunk, tile.row, tile.column) for tile in tiles.values()) == Counter(everywhere)
         by_program = dealt(facts)
         for number, tile in tiles.items():
@@ -182,7 +187,7 @@ def test_a_wait_ends_after_what_it_waits_for_was_sent(calls) -> None:
                     sent = words_of(other)[first + tile.row * other.facts["pieces"]][STORED]
                 assert 0 < sent - other.clock.offset <= seen - traced.clock.offset + allowed
                 checked += 1
-    assert checked == RANKS * (RANKS - 1) * 6
+    assert checked == RANKS * (RANKS - 1) * len(tiles_of_a_chunk(calls[0][0].facts))
 
 
 def test_copies(calls) -> None:

@@ -273,9 +273,11 @@ def _ag_gemm(
     whole[rows] = gathered  # torch's with all rows, as in `_gemm`
     for z, w, bias in zip(results, operands.weights, operands.biases, strict=False):
         columns = sorted(rng.sample(range(w.shape[0]), min(w.shape[0], SAMPLE_COLUMNS)))
-        truth, torchs = gathered.double() @ w[columns].double().T, (whole @ w.T)[rows][:, columns]
+        truth = gathered.double() @ w[columns].double().T
         if bias is not None:
-            truth, torchs = truth + bias[columns].double(), torchs + bias[columns]
+            truth = truth + bias[columns].double()
+        # with the bias in the product, as layers of torch have it: cuBLAS takes other kernels for that, in fp32 less exact ones
+        torchs = torch.nn.functional.linear(whole, w, bias)[rows][:, columns]
         pairs.append((z[rows][:, columns], torchs, truth))
     if signature.gathered:
         pairs.append(_same(results[-1][rows], gathered))
