@@ -166,9 +166,26 @@ def test_what_finalize_says_when_a_program_exits(code):
             assert f"SystemExit: {code}; before this rank goes on, fluxlike.finalize waits up to" in line
 
 
-def gloo_threads():
+def gloo_threads(of="gloo"):
     names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
-    return sum("gloo" in name for name in names)
+    return sum(of in name for name in names)
+
+
+def shares(group):
+    """How many threads that wake a hundred times a second there are more with each of three groups, and with all closed."""
+    groups, x = [dist.new_group() for _ in range(3)], torch.ones(6, 8)
+    found = [gloo_threads("gloo_tcp")]
+    fluxlike.init(group, heap="shm", heap_bytes=4 << 20)
+    for other in (*groups, None):
+        fluxlike.all_reduce(x, group=other)
+        found.append(gloo_threads("gloo_tcp"))
+    fluxlike.finalize()
+    return [count - found[0] for count in (*found[1:], gloo_threads("gloo_tcp"))]
+
+
+def test_groups_share_a_thread_of_gloo():
+    for outcome in run_fresh(shares, 2):
+        assert outcome.ok and outcome.value == [1, 1, 1, 1, 0], str(outcome)
 
 
 def ends(group, how):

@@ -68,6 +68,32 @@ def _keep() -> None:
             thing.is_forked = True
 
 
+class Devices:
+    """Gloo's of this process, which all its groups use: each has a thread that wakes a hundred times a second."""
+
+    is_forked = False
+
+    def __init__(self) -> None:
+        kind: Any = dist.ProcessGroupGloo  # by the interfaces that torch's own groups would go by
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        self.gloo = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+
+
+_devices: weakref.ReferenceType[Devices] | None = None
+
+
+def devices() -> Devices:
+    """Those of the groups that are open, or new ones: they end with the last of these."""
+    global _devices
+    with _counting:
+        found = _devices() if _devices is not None else None
+        if found is None or found.is_forked:
+            found = Devices()
+            keep_in_children(found)
+            _devices = weakref.ref(found)
+        return found
+
+
 def _said(error: Exception) -> str:
     """What gloo says happened, without where in its sources and without its advice, which are in the cause."""
     first = re.sub(r"^\[[^]]*:\d+\] *", "", str(error).splitlines()[0]) if str(error) else type(error).__name__
@@ -114,6 +140,7 @@ class ControlGroup:
         self._begun: tuple[Any, list[torch.Tensor], float] | None = None
         #: Whether a rank did not come when this one wanted to leave, and the seconds that it waits for one from now on, at most.
         self.missed, self.longest = False, math.inf
+        self._devices: Devices | None = None
         self._gloo: Any = self._connect()
         keep_in_children(self._gloo)
 
@@ -125,7 +152,11 @@ class ControlGroup:
         try:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
             since = time.monotonic()
-            gloo: Any = dist.ProcessGroupGloo(numbered, self.rank, self.size, timedelta(seconds=self.patience()))
+            self._devices = devices()
+            how = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            how._timeout, how._devices = timedelta(seconds=self.patience()), self._devices.gloo
+            how._threads = 2 * len(self._devices.gloo)  # as many as by default
+            gloo: Any = dist.ProcessGroupGloo(numbered, self.rank, self.size, how)
             gloo.barrier().wait()  # with TORCH_GLOO_LAZY_INIT it has not met anybody, who may still look at this rank's number
             return gloo
         except PeerTimeout:
@@ -335,7 +366,7 @@ class ControlGroup:
         Gloo's threads must not be left to the end of the interpreter, which some do not survive: one may end it
         with SIGABRT.
         """
-        self._gloo = self._begun = self._left = self.group = None
+        self._gloo = self._begun = self._left = self.group = self._devices = None
 
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""
