@@ -140,22 +140,19 @@ def _find(module: str, qualname: str) -> Callable:
 class _Gloo(dist.ProcessGroupGloo):
     """Torch's, but all groups of a rank share a device of gloo's: each has a thread that wakes a hundred times a second."""
 
-    devices: ClassVar[list[Any]] = []
+    devices: ClassVar[Any]
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        from fluxlike.runtime import control
-
-        how: Any = dist.ProcessGroupGloo._Options()
-        self.devices[:] = self.devices or control.Devices().gloo
-        how._timeout, how._devices = timeout, self.devices
-        super().__init__(store, rank, size, how)
+        super().__init__(store, rank, size, self.devices.options(timeout))
 
 
 def _pool_rank(rank: int, size: int, directory: str, connection: Any) -> None:
     """A process of the pool: serve bodies until the other end of the pipe is closed."""
     import fluxlike
+    from fluxlike.runtime import control
 
     _settle(rank, directory, {})
+    _Gloo.devices = control.Devices()
     dist.distributed_c10d.ProcessGroupGloo = _Gloo
     _join_world(rank, size, directory)
     groups = {n: dist.new_group(list(range(n))) for n in range(1, size)}

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 import numpy.ma  # noqa: F401  numpy imports it late
-import torch._dynamo
+import torch._dynamo  # torch imports it late, for torch.compiler.disable
 import torch.distributed.tensor.parallel  # noqa: F401  and that to compare tensors
 import triton.experimental.gluon.nvidia.hopper  # noqa: F401  what Triton imports to tell the type of a first argument
 from triton.runtime.jit import JITFunction

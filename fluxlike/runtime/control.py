@@ -76,16 +76,23 @@ class Devices:
     def __init__(self) -> None:
         kind: Any = dist.ProcessGroupGloo  # by the interfaces that torch's own groups would go by
         names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        self.gloo = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+        self._gloo = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+
+    def options(self, timeout: timedelta) -> Any:
+        """Of a group that uses them; else as by default."""
+        made = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        made._timeout, made._devices, made._threads = timeout, self._gloo, 2 * len(self._gloo)
+        return made
 
 
 _devices: weakref.ReferenceType[Devices] | None = None
+_sharing = threading.Lock()
 
 
 def devices() -> Devices:
     """Those of the groups that are open, or new ones: they end with the last of these."""
     global _devices
-    with _counting:
+    with _sharing:
         found = _devices() if _devices is not None else None
         if found is None or found.is_forked:
             found = Devices()
@@ -153,9 +160,7 @@ class ControlGroup:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
             since = time.monotonic()
             self._devices = devices()
-            how = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            how._timeout, how._devices = timedelta(seconds=self.patience()), self._devices.gloo
-            how._threads = 2 * len(self._devices.gloo)  # as many as by default
+            how = self._devices.options(timedelta(seconds=self.patience()))
             gloo: Any = dist.ProcessGroupGloo(numbered, self.rank, self.size, how)
             gloo.barrier().wait()  # with TORCH_GLOO_LAZY_INIT it has not met anybody, who may still look at this rank's number
             return gloo
