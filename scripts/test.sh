@@ -123,9 +123,9 @@ if [ "${1:-}" = gpu ]; then
   if [ $# -eq 0 ]; then
     stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1
     fx_lot=$((fx_jobs < 4 ? fx_jobs : 4)) # each of these starts ranks of its own, which is most of its time
-    if [ "$fx_lot" -eq 1 ]; then stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_nodes.py || fx_status=1; fi
+    if [ "$fx_lot" -eq 1 ]; then stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_nodes{,_faults}.py || fx_status=1; fi
     for ((fx_i = 0; fx_i < fx_lot && fx_lot > 1; fx_i++)); do
-      apart "$fx_python" "${fx_pytest[@]}" -m gpu "--shard=$fx_i/$fx_lot" tests/test_nodes.py >"$fx_logs/$fx_i.log" 2>&1
+      apart "$fx_python" "${fx_pytest[@]}" -m gpu "--shard=$fx_i/$fx_lot" tests/test_nodes{,_faults}.py >"$fx_logs/$fx_i.log" 2>&1
     done
     gather || fx_status=1
     stand "$fx_python" "${fx_pytest[@]}" tests/test_alone.py || fx_status=1

@@ -14,10 +14,10 @@ import torch
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
 WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs", "doctor", "init", "interpreter")
-WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_network")
-WITHOUT_TORCHRUN += ("offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host", "racecheck_memory")
-WITHOUT_TORCHRUN += ("racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts", "security", "soak", "tiles")
-WITHOUT_TORCHRUN += ("topology", "topology_detect", "tune", "tune_tool", "turns", "waits")
+WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_faults")
+WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
+WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")
+WITHOUT_TORCHRUN += ("security", "soak", "tiles", "topology", "topology_detect", "tune", "tune_tool", "turns", "waits")
 
 try:
     from hypothesis import settings

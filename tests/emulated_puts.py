@@ -5,6 +5,7 @@ before; what kernels put, at once, by the hook of `kernels.puts`.
 """
 
 import ctypes
+import os
 import queue
 import random
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+import fluxlike
 from fluxlike.kernels import lang, puts
 from fluxlike.ops import spinning
 from fluxlike.runtime import cpu, programs, shm, world
@@ -104,3 +106,14 @@ def install() -> None:
             time.sleep(1e-4)
 
     lang.set_spin_hook(spin)
+
+
+def start(who="letters"):
+    """fluxlike.init; ``who`` puts: nobody, "host", "auto", or "far", the kernels, as if to a host far away."""
+    os.environ["FLUXLIKE_PUTS"] = {"letters": "auto", "far": "device"}.get(who, who)
+    if os.environ["FLUXLIKE_TEST_HEAP"] == "shm" and who != "letters":
+        install()
+    fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
+    if who == "far":
+        world.current().executor.one_host = False
+    return world.current()

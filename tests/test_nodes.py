@@ -1,17 +1,15 @@
 """Groups that span nodes: FLUXLIKE_VIRTUAL_NODES makes several of this host, between which there are messages only."""
 
-import contextlib
 import itertools
 import os
 import re
-import time
 from types import SimpleNamespace
 
-import emulated_puts
 import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, same
+from emulated_puts import start
 from faults import HEAPS
 from ranks import device, run_fresh
 
@@ -19,7 +17,6 @@ import fluxlike
 from fluxlike.ops import choice, cost, validate
 from fluxlike.ops import nodes as between
 from fluxlike.runtime import nodes, world
-from fluxlike.runtime.errors import CallMismatch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: M of 4 ranks: even; torch.chunk leaves the last rank fewer rows, or none, or the last node none; fewer rows than ranks.
@@ -31,16 +28,6 @@ PUTS = ("host", "auto", "far")
 #: The heap, and the same; "letters": nobody, as there are none on a machine without GPUs, where puts are emulated.
 HEAPS_AND_PUTS = (("shm", "letters"), *(("shm", puts) for puts in PUTS))
 HEAPS_AND_PUTS += tuple(pytest.param("nvshmem", puts, marks=pytest.mark.gpu) for puts in PUTS)
-
-
-def start(puts="letters"):
-    os.environ["FLUXLIKE_PUTS"] = {"letters": "auto", "far": "device"}.get(puts, puts)
-    if os.environ["FLUXLIKE_TEST_HEAP"] == "shm" and puts != "letters":
-        emulated_puts.install()
-    fluxlike.init(heap=os.environ["FLUXLIKE_TEST_HEAP"], heap_bytes=16 << 20)
-    if puts == "far":
-        world.current().executor.one_host = False
-    return world.current()
 
 
 def by_kernels(ctx):
@@ -414,114 +401,6 @@ def test_the_race_checker_is_for_one_node():
 def test_every_schedule(ranks, heap):
     for outcome in run_fresh(every_schedule, ranks, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap, timeout=120):
         assert outcome.ok, str(outcome)
-
-
-def wrong(group, how, op, schedule, puts):
-    """The last rank, on node 1, does something else, or nothing: every rank is told, by its own node or by the other."""
-    start(puts)
-    call = getattr(fluxlike, op)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    guilty = rank == size - 1
-    if op == "gemm_rs":
-        ctx = None if how == "other" else fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32, schedule=schedule)
-    else:
-        ctx = fluxlike.create_ag_gemm_context(16, 16, 8, dtype=torch.float32, schedule=schedule)
-    full = 16 if op == "gemm_rs" else 16 // size
-    x, w = torch.ones(full, 8, device=device()), torch.ones(16, 8, device=device())
-    call(x, w, ctx)
-    if how != "other":
-        ctx.check()
-    dist.barrier()  # a rank still in its check would be told of what the others meet next
-    since, said = time.monotonic(), ""
-    if guilty and how == "absent":
-        time.sleep(4)
-    elif guilty and how == "dead":
-        os._exit(3)
-    try:
-        if not (guilty and how == "absent"):
-            call(x[: 3 * full // 4] if guilty else x, w, ctx)
-            call(x, w, ctx)
-            if how != "other":
-                ctx.check()
-    except (RuntimeError, ValueError) as error:
-        said = f"{type(error).__name__}: {error}"
-        if ctx is None:  # the context that was kept is made anew
-            assert (fluxlike.gemm_rs(x, w) == 8 * size).all()
-        else:
-            with pytest.raises(type(error)):
-                call(x, w, ctx)
-    took = time.monotonic() - since
-    with contextlib.suppress(CallMismatch):  # of a rank that made fewer calls
-        fluxlike.finalize()
-    return said, took
-
-
-WRONG = [(how, 4, "shm", "letters", "gemm_rs", "auto") for how in ("absent", "dead", "other", "sizes")]
-AG_WRONG = (("absent", "auto"), ("dead", "auto"), ("dead", "sequential"))
-WRONG += [pytest.param(how, 4, "shm", "letters", "ag_gemm", schedule, marks=pytest.mark.slow) for how, schedule in AG_WRONG]
-WRONG += [
-    pytest.param(how, ranks, "nvshmem", puts, op, "auto", marks=pytest.mark.gpu)
-    for how, op in (("absent", "gemm_rs"), ("dead", "gemm_rs"), ("sizes", "gemm_rs"), ("absent", "ag_gemm"), ("dead", "ag_gemm"))
-    for ranks in (2, 4)
-    for puts in ("host", "auto")
-]
-
-
-@pytest.mark.parametrize(("how", "ranks", "heap", "puts", "op", "schedule"), WRONG)
-def test_what_goes_wrong(how, ranks, heap, puts, op, schedule):
-    limit = 2 if how == "absent" else 10 if heap == "shm" else 4
-    env, last = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": str(limit)}, ranks - 1
-    dead = [last] if how == "dead" else []
-    what = {"how": how, "op": op, "schedule": schedule, "puts": puts}
-    outcomes = run_fresh(wrong, ranks, env=env, heap=heap, timeout=100, expect_dead=dead, **what)
-    said = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
-    assert set(said) == set(range(last if how == "dead" else ranks)), [str(outcome) for outcome in outcomes]
-    told = "PeerTimeout" if how in ("absent", "dead") else "CallMismatch"
-    for rank in range(last):
-        assert said[rank][0].startswith((told, "PeerTimeout")), said
-        assert said[rank][1] < 9, said
-    assert any(text.startswith(told) for text, _ in said.values()), said
-    assert any(f"rank {last} on node 1" in text for text, _ in said.values()), said
-
-
-def apart(group, how):
-    """What ranks of one node see at once is a wait that runs out between nodes; what it says to do works."""
-    start()
-    rank = dist.get_rank(group)
-    x, w = torch.ones(16, 8, device=device()), torch.ones(16, 8, device=device())
-    rs, ag = fluxlike.create_gemm_rs_context(16, 16, dtype=x.dtype), fluxlike.create_ag_gemm_context(16, 16, 8, dtype=x.dtype)
-    fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(x[:8], w, ag, m=16)
-    acts = {
-        "another operation": lambda: fluxlike.ag_gemm(x[:8], w, ag, m=16),
-        "raises": lambda: [leaves(rs), fluxlike.gemm_rs(x, w)],
-        "closes": lambda: [rs.close(), fluxlike.gemm_rs(x, w)],
-        "finalizes": fluxlike.finalize,
-    }
-    since, said = time.monotonic(), ""
-    try:
-        acts[how]() if rank == 1 else fluxlike.gemm_rs(x, w, rs)
-    except fluxlike.PeerTimeout as error:
-        said = str(error)
-    assert time.monotonic() - since < 9
-    fluxlike.finalize()
-    start()
-    assert (fluxlike.gemm_rs(x, w) == 16).all() and (fluxlike.ag_gemm(x[:8], w, m=16) == 8).all()
-    fluxlike.finalize()
-    return said
-
-
-def leaves(context):
-    with contextlib.suppress(KeyError), context:
-        raise KeyError("of the caller")
-
-
-@pytest.mark.parametrize("how", ("another operation", "raises", "closes", "finalizes"))
-def test_nodes_that_are_apart_begin_again(how):
-    outcomes = run_fresh(apart, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "3"}, heap="shm", timeout=60, how=how)
-    for outcome in outcomes:
-        assert outcome.ok, str(outcome)
-    for word in ("rank 0 waited ", " s for rank 1 on node 1", "To go on, call fluxlike.finalize and fluxlike.init on all ranks"):
-        assert word in outcomes[0].value, outcomes[0].value
 
 
 def some_of_them(group):

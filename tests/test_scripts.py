@@ -123,7 +123,8 @@ def test_the_gpu_tests_end_with_compute_sanitizer(tmp_path, case):
     if case != "some tests":
         assert ran.pop(0).split()[-1] == "tests/test_faults_processes.py"
         shards = [f"--shard={i}/4 " for i in range(4)] if case == "side by side" else [""]
-        assert sorted(ran.pop(0).split("gpu ")[1] for _ in shards) == [f"{shard}tests/test_nodes.py" for shard in shards]
+        files = "tests/test_nodes.py tests/test_nodes_faults.py"
+        assert sorted(ran.pop(0).split("gpu ")[1] for _ in shards) == [f"{shard}{files}" for shard in shards]
         assert ran.pop(0).split()[-1] == "tests/test_alone.py"
     if case in ("not found", "one GPU", "some tests"):
         assert ran == []

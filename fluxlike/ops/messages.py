@@ -45,6 +45,9 @@ sets the abort words of its counterparts.
 *Letters.* Before its payload a rank sends what it is calling: number, operation, sizes. One that receives something else raises
 CallMismatch, one that waits too long PeerTimeout.
 
+*Refused calls* have no number, so both kinds also say how many this rank has refused: else who went on behind one would be taken
+for who makes it.
+
 Where kernels put and give the credits, see `kernel_puts`.
 
 Sources: NVSHMEM's API reference (put-with-signal, on streams); hierarchical exchange between counterparts is how NCCL and
@@ -71,6 +74,8 @@ from .group import PLANS, REPORT_WORDS
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
 GAVE_UP = -1
+#: A kernel compares two numbers of a message, each of 31 bits: rows, and columns up to this with refused calls, modulo this, above.
+_COLUMNS, _COUNTED = 2**24 - 1, 128
 #: Kernel, programs, arguments, constants, and how it is compiled.
 Launch = tuple[Any, int, tuple, dict[str, Any], tiling.Tiling]
 #: In front of a payload.
@@ -95,10 +100,15 @@ class Messages:
     def __init__(self, op: str, control: ControlGroup, inner: Context) -> None:
         self.op, self.control, self.bytes, self._inner = op, control, 0, inner
         self.node, self.nodes = control.node, control.nodes
+        self._refused_before = control.refused
         count = len(self.nodes)
         #: The other nodes, from the next one on, and from the one before on.
         self.next = [(self.node + distance) % count for distance in range(1, count)]
         self.before = self.next[::-1]
+
+    def refused(self) -> int:
+        """Calls that this rank has refused since its ranks met to make this."""
+        return self.control.refused - self._refused_before
 
     def peer(self, node: int) -> int:
         """The place in the group of this rank's counterpart on a node."""
@@ -139,7 +149,7 @@ class Letters(Messages):
 
     def begin(self, m: int, columns: int) -> None:
         self._number += 1
-        self.header = torch.tensor([self._number, OPS.index(self.op), m, columns], device="cpu")
+        self.header = torch.tensor([self._number, OPS.index(self.op), m, columns, self.refused()], device="cpu")
         self._sent.clear()
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -201,7 +211,7 @@ class Letters(Messages):
 
     def give_up(self) -> None:
         """Let the counterparts know that nothing more comes."""
-        self.header = torch.tensor([GAVE_UP, 0, 0, 0], device="cpu")
+        self.header = torch.tensor([GAVE_UP, 0, 0, 0, 0], device="cpu")
         for node in self.next:
             with contextlib.suppress(RuntimeError):  # of one that is gone
                 self._last_words.append(self.control.send(self.header, self.peer(node), self._tag, self.op))
@@ -228,8 +238,13 @@ def _aligned(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 
 def _said(header: torch.Tensor) -> str:
-    number, op, m, columns = header.tolist()
-    return f"{number} of {OPS[op]} with M={m} and {columns} columns"
+    number, op, m, columns, refused = header.tolist()
+    return f"{number} of {OPS[op]} with {_sizes(m, columns, refused)}"
+
+
+def _sizes(m: int, columns: int, refused: int) -> str:
+    before = f", having refused {refused} before by errors of its own" if refused else ""
+    return f"M={m} and {columns} columns{before}"
 
 
 class Puts(Messages):
@@ -329,7 +344,8 @@ class Puts(Messages):
     def begin(self, m: int, columns: int) -> None:
         self._stream = self._world.executor.on_same_stream(self._stream)
         self._slot ^= 1
-        self._sizes, self._ended, self._owed = (m, columns), False, len(self.nodes) - 1
+        self._sizes = m, columns + self.refused() % _COUNTED * (_COLUMNS + 1)
+        self._ended, self._owed = False, len(self.nodes) - 1
 
     def place(self, node: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         index = self._index(node)
@@ -466,7 +482,7 @@ class Puts(Messages):
             return None
         what, node, want, seen, call, abort = (int(word) for word in self._report[1:7])
         if what == sync.WRONG_MESSAGE.value:
-            return self.differ(node, *(f"{call} of {self.op} with {_sizes(packed)}" for packed in (want, seen)))
+            return self.differ(node, *(f"{call} of {self.op} with {_unpacked(packed)}" for packed in (want, seen)))
         if abort or what == sync.PEER_FAILED.value:
             return self.gave_up(node if what == sync.PEER_FAILED.value else abort - 1)
         if what == sync.NODE_FAILED.value:
@@ -491,5 +507,5 @@ class Puts(Messages):
             self._world.heap.free(self._block)
 
 
-def _sizes(packed: int) -> str:
-    return f"M={packed >> 32} and {packed & 0xFFFFFFFF} columns"
+def _unpacked(packed: int) -> str:
+    return _sizes(packed >> 32, packed & _COLUMNS, (packed & 0xFFFFFFFF) // (_COLUMNS + 1))

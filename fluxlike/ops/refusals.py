@@ -1,9 +1,9 @@
 """Calls that this rank refuses for their arguments, and what the other ranks learn of it.
 
 They may have begun theirs, and wait. If this rank said nothing, they would take its next call of the same sizes for the one that it
-refused, and all results from then on would be of different calls. So it makes an entry on the board in place of the call. If all
-of them refuse theirs, whatever the reasons, the entries are the same, and they are still in step. A group that spans nodes has no
-board, so there nobody is told.
+refused, and all results from then on would be of different calls. So it makes an entry on the board of its node in place of the
+call, and counts it, for what it says to other nodes in its next one. If all of them refuse theirs, whatever the reasons, entries
+and counts are the same, and they are still in step.
 """
 
 import warnings
@@ -17,9 +17,10 @@ from .group import wants_gradient
 
 def tell(op: str, control: ControlGroup) -> None:
     """This rank has refused a call of ``op``, and is about to say why."""
-    with control.lock, suppress(CallMismatch):
-        if control.board is not None:
-            control.board.call(f"a call of {op} that this rank refused by an error of its own")
+    with control.lock, control.local.lock, suppress(CallMismatch):
+        control.refused += 1
+        if control.local.board is not None:
+            control.local.board.call(f"a call of {op} that this rank refused by an error of its own")
 
 
 class Refusing:

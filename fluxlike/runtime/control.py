@@ -133,6 +133,8 @@ class ControlGroup:
         self.node = 0
         #: How many contexts between nodes have been made, the same number on all ranks.
         self.spanning = 0
+        #: How many calls this rank has refused for their arguments; see `ops.refusals`.
+        self.refused = 0
         #: The ranks of the group on this node; this itself where that is all of them.
         self.local: ControlGroup = self
         #: The group whose ranks on this node these are; this itself where they are all of one.
