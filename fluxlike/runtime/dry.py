@@ -78,7 +78,7 @@ class DryControl:
         self.rank, self.size, self.ranks, each = rank, size, list(range(size)), size // nodes
         self.lock, self.board = threading.RLock(), DryBoard()
         self.nodes = [self.ranks[node * each : (node + 1) * each] for node in range(nodes)]
-        self.node, self.spans, self.spanning = rank // each, nodes > 1, 0
+        self.node, self.spans, self.spanning, self.refused = rank // each, nodes > 1, 0, 0
         self.local = DryControl(rank % each, each) if self.spans else self
         self.whole = self
         self.local.whole = self
