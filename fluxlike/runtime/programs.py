@@ -26,9 +26,9 @@ _STOP_PATIENCE = 5.0  # Seconds for the programs of a failed grid to reach their
 
 #: The race checker, while there is one: ``fork(grid)`` before the programs of a launch, ``join(grid)`` after them.
 observer: Any = None
-#: Seconds that a grid sleeps at most each time that all its programs have found nothing to do. May be set: longer naps leave more
-#: of the machine to other ranks.
+#: Seconds of a `nap` of who has not waited for long. May be set: longer naps leave more of the machine to other ranks.
 longest_nap = 1e-3
+_NAP_LATE = 20e-3  # of who has
 
 _local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
 
@@ -97,7 +97,7 @@ class Grid:
         self.queue = [Program(self, (i, j, k)) for k in range(z) for j in range(y) for i in range(x)]
         self.holder: Program | None = None
         self.spinning: set[Program] = set()
-        self.naps = 0
+        self.napped = 0.0  # since a program found something to do
         self.failure: tuple[Program | None, BaseException] | None = None
         self.threads: list[threading.Thread] = []
         self.done = threading.Event()
@@ -171,12 +171,11 @@ class Grid:
             return False
         if me.effect or me.operations > _BRIEF:
             self.spinning.clear()
-            self.naps = 0
+            self.napped = 0.0
         me.operations, me.effect = 0, False
         self.spinning.add(me)
         if len(self.spinning) > len(self.queue):
-            time.sleep(min(_NAP_MIN * 2 ** min(self.naps, 10), longest_nap))
-            self.naps += 1
+            self.napped += nap(self.napped)
             self.spinning.clear()
         return self.switch(me)
 
@@ -240,6 +239,17 @@ class Grid:
         return None
 
 
+def nap(waited: float) -> float:
+    """Sleep between two looks of a wait that has lasted so many seconds; returns how long.
+
+    A part of what it has lasted: 50 µs to 1 ms at first. Behind 50 ms a fiftieth, up to 20 ms: each look is a few hundred calls of
+    the interpreter, which take from the ranks that are waited for.
+    """
+    seconds = min(max(_NAP_MIN, waited / 4), max(longest_nap, min(waited / 50, _NAP_LATE)))
+    time.sleep(seconds)
+    return seconds
+
+
 def before_memory(effect: bool, look: bool = False) -> None:
     """Runs ahead of each memory operation: the place to stop, and the place where a `Schedule` may switch.
 
@@ -253,8 +263,7 @@ def yield_program() -> bool:
     """Let another program of the same grid run; for a wait under the interpreter to call on every turn.
 
     False at once if there is no other program: then nothing in this process can end the wait, and the caller should
-    sleep. True after the others had their turn; if all of them only waited, this has slept already (50 µs, growing to
-    1 ms).
+    sleep. True after the others had their turn; if all of them only waited, this has taken a `nap`.
     """
     program = current()
     if program is None:
