@@ -22,11 +22,12 @@ COLLECTIVES = ("all_reduce", "resnet50", "gemm_ar", "reduce_scatter", "all_gathe
 HEADLINE = {
     "4×H100": ("2026-11-26-{}-headline-H100-R4.json", "2026-11-26-{}-headline-H100-R4-graph.json"),
     "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
-    "2×H200": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json"),
+    "2×H200": ("2026-11-27-{}-headline-R2.json", "2026-11-27-{}-headline-R2-graph.json"),
     "2×H100": ("2026-11-25-{}-timed-H100-R2.json", "2026-11-25-{}-timed-H100-R2-graph.json"),
 }
 #: Those whose later records are in the table above.
 EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json")}
+EARLIER |= {"2×H200,-all-schedules": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json")}
 #: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
 CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
@@ -36,6 +37,9 @@ CODE_OF |= {f"2026-11-26-{name}-sets-R2{mode}.json": "deecd1c" for name in COLLE
 CODE_OF |= {f"2026-11-26-{op}-large-R2.json": "7bc2ac2" for op in OPS}
 CODE_OF |= {f"2026-11-26-all_reduce-ahead-{turns}-R2-graph.json": "e529838 but for what auto takes" for turns in (1, 2)}
 CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
+SMALL_M_R2 = tuple(f"2026-11-27-{op}-small-m-R2-graph.json" for op in OPS)
+CODE_OF |= {f"2026-11-27-{op}-headline-R2{mode}.json": "2ac2636" for op in OPS for mode in ("", "-graph")}
+CODE_OF |= dict.fromkeys([*SMALL_M_R2, "2026-11-27-ag_gemm-llama-8b-R2.json"], "2ac2636")
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
 NONE = "–"
@@ -162,16 +166,17 @@ def schedules(machine: str, op: str) -> str:
 
 def few(commit: str) -> str:
     words = "-words" if commit == "41ce960" else ""
-    records = [read(f"2026-11-22-{op}-small-m{words}-R4-graph.json") for op in OPS]
-    assert {record.commit for record in records} == {commit}
+    names = SMALL_M_R2 if commit == "2ac2636" else [f"2026-11-22-{op}-small-m{words}-R4-graph.json" for op in OPS]
+    machine = "2×H200" if names == SMALL_M_R2 else "4×H200"
     rows: list[list[str]] = []
-    for op, record in zip(OPS, records, strict=True):
+    for op, record in zip(OPS, map(read, names), strict=True):
+        assert record.commit == commit
         for shape, times in record.times.items():
             peers = ("torch",) if words else ("torch", "async_tp")
             rows.append([linked(op, record, rows), shape, us(times["gemm"]), *(us(times[peer]) for peer in peers)])
             rows[-1] += [us(times["auto"]), *(f"{times[peer] / times['auto']:.2f}" for peer in peers)]
     timed, over = ("torch + NCCL", "× torch") if words else ("torch + NCCL | async TP", "× torch | × async TP")
-    text = f"4×H200, commit {commit}, in a CUDA graph, µs:\n\n"
+    text = f"{machine}, commit {commit}, in a CUDA graph, µs:\n\n"
     return text + table(f"op | M×N×K | cuBLAS | {timed} | auto | {over}", rows, 2)
 
 
@@ -401,6 +406,18 @@ def launches() -> str:
     return table("op | size | NCCL | 16 MB | 32 MB | 64 MB | 32 MB, blocks of 1024 words", rows, 2)
 
 
+def llama_8b() -> str:
+    record = read("2026-11-27-ag_gemm-llama-8b-R2.json")
+    rows: list[list[str]] = []
+    for shape, times in record.times.items():
+        cells = [us(times["gemm"]), us(times["torch"]), us(times["async_tp"]), f"{us(times['auto'])} {record.paths[shape]}"]
+        rows.append([shape, *cells, f"{min(times['torch'], times['async_tp']) / times['auto']:.2f}"])
+        rows[-1] += [us(record.host[shape][method]) for method in ("torch", "async_tp", "auto")]
+    text = f"2×H200, commit {record.commit}, eager, µs ([record]({record.link})):\n\n"
+    heads = "cuBLAS | torch + NCCL | async TP | auto, its schedule | × the better peer | host: torch | async TP | auto"
+    return text + table(f"ag_gemm, M×N×K | {heads}", rows)
+
+
 def large() -> str:
     rows: list[list[str]] = []
     for op in OPS:
@@ -471,7 +488,7 @@ def swing() -> str:
 
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
-MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, apart, merged, swing)
+MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, llama_8b, apart, merged, swing)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
