@@ -304,6 +304,28 @@ def test_a_rank_that_raises_an_exception(ranks):
     run_ranks(raises_in_the_middle, ranks)
 
 
+def shards_that_differ(group):
+    """Whoever is told that another rank has another M also reads what may have been left out, once."""
+    rank = dist.get_rank(group)
+    w = torch.ones(4, 8, device=device())
+    with pytest.raises(fluxlike.CallMismatch, match="pass m= where ranks have different rows") as first:
+        fluxlike.ag_gemm(torch.ones(4 - rank, 8, device=device()), w, group=group)  # makes the context that is kept
+    assert not hasattr(first.value, "__notes__")
+    for rows, k, noted in ((4 - rank, 8, True), (4, 8 - rank, False)):
+        ctx = fluxlike.create_ag_gemm_context(16, 8, 8, dtype=torch.float32, group=group)
+        with pytest.raises(fluxlike.CallMismatch) as told_so:
+            for _ in range(3):  # on a GPU who calls first is told by a later call
+                fluxlike.ag_gemm(torch.ones(rows, k, device=device()), w[:, :k].contiguous(), ctx)
+                world.current().executor.synchronize()
+        notes = getattr(told_so.value, "__notes__", [])
+        assert ["pass m=" in note for note in notes] == [True] * noted, (str(told_so.value), notes)
+        ctx.close()
+
+
+def test_shards_that_differ_without_m():
+    run_ranks(shards_that_differ, 2)
+
+
 def passes_on(group, op):
     """A rank gave up in a call that this one ended without waiting for it: what this one has may be wrong, and `check` says so."""
     ctx, rank = make_context(op, "in_kernel", group), dist.get_rank(group)

@@ -3,6 +3,7 @@
 Read with `kernels/ag_gemm.py`, which holds the protocol.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
+from ..runtime.errors import CallMismatch
 from . import ag_gemm_stream_k, again, choice, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, Told, resolve, wants_gradient
@@ -152,6 +154,25 @@ def call(
     out: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
     """`ag_gemm`, which autograd does not see."""
+    try:
+        return _call(x_shard, weight, ctx, bias, group, return_gathered, m, n, out)
+    except CallMismatch as error:
+        if m is None and "pass m=" not in str(error) and len(set(re.findall(r"\bM=(\d+)", str(error)))) > 1:
+            error.add_note("Without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows.")
+        raise
+
+
+def _call(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    ctx: Any,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None,
+    group: dist.ProcessGroup | None,
+    return_gathered: bool,
+    m: int | None,
+    n: int | None,
+    out: torch.Tensor | Sequence[torch.Tensor] | None,
+) -> Any:
     if type(ctx) is not AGGemmContext:
         validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
