@@ -37,9 +37,14 @@ CODE_OF |= {f"2026-11-26-{name}-sets-R2{mode}.json": "deecd1c" for name in COLLE
 CODE_OF |= {f"2026-11-26-{op}-large-R2.json": "7bc2ac2" for op in OPS}
 CODE_OF |= {f"2026-11-26-all_reduce-ahead-{turns}-R2-graph.json": "e529838 but for what auto takes" for turns in (1, 2)}
 CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
-SMALL_M_R2 = tuple(f"2026-11-27-{op}-small-m-R2-graph.json" for op in OPS)
+#: Machine and record of an op with few rows, by commit.
+FEW = {
+    "41ce960": ("4×H200", "2026-11-22-{}-small-m-words-R4-graph.json"),
+    "42973eb": ("4×H200", "2026-11-22-{}-small-m-R4-graph.json"),
+    "2ac2636": ("2×H200", "2026-11-27-{}-small-m-R2-graph.json"),
+}
 CODE_OF |= {f"2026-11-27-{op}-headline-R2{mode}.json": "2ac2636" for op in OPS for mode in ("", "-graph")}
-CODE_OF |= dict.fromkeys([*SMALL_M_R2, "2026-11-27-ag_gemm-llama-8b-R2.json"], "2ac2636")
+CODE_OF |= dict.fromkeys([*map(FEW["2ac2636"][1].format, OPS), "2026-11-27-ag_gemm-llama-8b-R2.json"], "2ac2636")
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
 NONE = "–"
@@ -165,17 +170,17 @@ def schedules(machine: str, op: str) -> str:
 
 
 def few(commit: str) -> str:
-    words = "-words" if commit == "41ce960" else ""
-    names = SMALL_M_R2 if commit == "2ac2636" else [f"2026-11-22-{op}-small-m{words}-R4-graph.json" for op in OPS]
-    machine = "2×H200" if names == SMALL_M_R2 else "4×H200"
+    machine, name = FEW[commit]
     rows: list[list[str]] = []
-    for op, record in zip(OPS, map(read, names), strict=True):
+    peers: list[str] = []
+    for op in OPS:
+        record = read(name.format(op))
         assert record.commit == commit
         for shape, times in record.times.items():
-            peers = ("torch",) if words else ("torch", "async_tp")
+            peers = [peer for peer in ("torch", "async_tp") if peer in times]
             rows.append([linked(op, record, rows), shape, us(times["gemm"]), *(us(times[peer]) for peer in peers)])
             rows[-1] += [us(times["auto"]), *(f"{times[peer] / times['auto']:.2f}" for peer in peers)]
-    timed, over = ("torch + NCCL", "× torch") if words else ("torch + NCCL | async TP", "× torch | × async TP")
+    timed, over = ("torch + NCCL | async TP", "× torch | × async TP") if len(peers) == 2 else ("torch + NCCL", "× torch")
     text = f"{machine}, commit {commit}, in a CUDA graph, µs:\n\n"
     return text + table(f"op | M×N×K | cuBLAS | {timed} | auto | {over}", rows, 2)
 

@@ -15,7 +15,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch
-from . import ag_gemm_stream_k, again, choice, decomposed, nodes, sequential, tiling, tuning, validate, waves
+from . import ag_gemm_stream_k, again, choice, decomposed, keeping, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, Told, resolve, wants_gradient
 from .refusals import Refusing
@@ -157,8 +157,9 @@ def call(
     try:
         return _call(x_shard, weight, ctx, bias, group, return_gathered, m, n, out)
     except CallMismatch as error:
-        if m is None and "pass m=" not in str(error) and len(set(re.findall(r"\bM=(\d+)", str(error)))) > 1:
-            error.add_note("Without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows.")
+        said = str(error)
+        if m is None and keeping.M_UNSAID not in said and len(set(re.findall(r"\bM=(\d+)", said))) > 1:
+            error.add_note(keeping.M_UNSAID)
         raise
 
 

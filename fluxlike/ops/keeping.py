@@ -7,6 +7,9 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 
+#: For who calls ag_gemm with a shard of other rows than another rank's.
+M_UNSAID = "without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
+
 
 def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
     """CallMismatch on all ranks if they make a call of different ``sizes``, before a context is made for it. Collective."""
@@ -15,7 +18,7 @@ def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
         if theirs != said[0]:
             rule = "they must be the same on all ranks"
             if op == "ag_gemm":
-                rule += "; without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
+                rule += f"; {M_UNSAID}"
             raise CallMismatch(f"{op}: rank {control.ranks[0]} calls it with {said[0]} and rank {rank} with {theirs}; {rule}")
 
 

@@ -242,8 +242,8 @@ class Grid:
 def nap(waited: float) -> float:
     """Sleep between two looks of a wait that has lasted so many seconds; returns how long.
 
-    A part of what it has lasted: 50 µs to 1 ms at first. Behind 50 ms a fiftieth, up to 20 ms: each look is a few hundred calls of
-    the interpreter, which take from the ranks that are waited for.
+    A part of what it has lasted: 50 µs to 1 ms at first, and behind 50 ms a fiftieth, up to 20 ms, as each look takes from the
+    ranks that are waited for.
     """
     seconds = min(max(_NAP_MIN, waited / 4), max(longest_nap, min(waited / 50, _NAP_LATE)))
     time.sleep(seconds)
