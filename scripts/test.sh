@@ -94,7 +94,8 @@ if [ "${1:-}" = gpu ]; then
   export FLUXLIKE_TEST_HEAP
   # No cache of failures: the ranks would write the same files.
   fx_pytest=(-m pytest -q -p no:cacheprovider)
-  # A test that fails may leave its ranks apart, and those behind it would fail, too: they run in new ranks.
+  # A test that fails may leave its ranks apart, and those behind it would fail, too: they run in new ranks. Of some tests a part may
+  # have none, which is pytest's status 5, and no failure if another has.
   launch() {
     local fx_at fx_behind=() fx_code=0 fx_bad=0
     fx_at=$(mktemp "$fx_logs/at.XXXXXX") # where rank 0 writes which test it is at
@@ -102,6 +103,8 @@ if [ "${1:-}" = gpu ]; then
       : >"$fx_at"
       bash scripts/launch.sh ${fx_ranks[@]+"${fx_ranks[@]}"} "${fx_pytest[@]}" -x "--at=$fx_at" ${fx_behind[@]+"${fx_behind[@]}"} "$@" ||
         fx_code=$?
+      if [ "$fx_code" -eq 5 ] && [ ! -s "$fx_at" ] && [ "$fx_jobs" -gt 1 ]; then return "$fx_bad"; fi
+      : >"$fx_logs/ran"
       [ "$fx_code" -ne 0 ] || return "$fx_bad"
       fx_bad=$fx_code fx_code=0
       # Ended from outside (HUP, INT, TERM; a rank that crashes has another status), in front of any test, or as the caller wants it.
@@ -119,6 +122,7 @@ if [ "${1:-}" = gpu ]; then
   done
   gather || fx_status=$?
   if [ "$fx_jobs" -gt 1 ]; then stand launch -m alone "$@" || fx_status=$?; fi
+  [ -e "$fx_logs/ran" ] || fx_status=5
   # These end their own processes, or are a rank by themselves, so they are none of torchrun's.
   if [ $# -eq 0 ]; then
     stand "$fx_python" "${fx_pytest[@]}" -m gpu tests/test_faults_processes.py || fx_status=1

@@ -216,10 +216,12 @@ def disagreeing(group):
     rank = dist.get_rank(group)
     x, w = torch.randn(4, 16, device=device()), torch.randn(8, 16, device=device())
     z = fluxlike.ag_gemm(leaf(x), w.requires_grad_(rank > 0), group=group)
+    control = world.current().cached[ag.AGGemmContext, library.name_of(group), torch.float32].control
     with pytest.raises(CallMismatch, match=r"ag_gemm.*gemm_rs|gemm_rs.*ag_gemm"):
         z.sum().backward()
         for ctx in world.current().contexts:  # on a GPU the call is only queued by now
-            ctx.check()
+            if ctx.control is control:  # not one that ended in a test before
+                ctx.check()
     works(group)
     w.requires_grad_()
     w.grad = None

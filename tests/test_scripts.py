@@ -162,6 +162,23 @@ def test_the_tests_behind_one_that_fails_run_in_new_ranks(tmp_path, given, launc
         assert sum(f"--behind={name} " in line for line in ran) == parts, ran
 
 
+@pytest.mark.parametrize(
+    ("has_tests", "jobs", "status"), (("not alone", "2", 0), ("alone", "2", 0), ("nothing", "2", 5), ("nothing", "1", 5))
+)
+def test_a_part_without_tests_is_no_failure_where_another_has_some(tmp_path, has_tests, jobs, status):
+    python = f"""case "$2" in
+      */scripts/run.py)
+        case "$*" in *" -m {has_tests} "*) ;; *) exit 5 ;; esac
+        while [ "${{1#--at=}}" = "$1" ]; do shift; done
+        printf '%s' a_test >"${{1#--at=}}" ;;
+      *) exec {sys.executable} "$@" ;;
+    esac"""
+    env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
+    command = ["bash", "scripts/test.sh", "gpu", "--jobs", jobs, "-k", "some"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(("given", "started"), (((), 1), (("--jobs", "2"), 2)))
 @pytest.mark.parametrize(("how", "status"), ((signal.SIGTERM, 143), (signal.SIGINT, 130)))
 def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
