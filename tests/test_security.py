@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import types
 from contextlib import suppress
 from pathlib import Path
@@ -248,12 +249,43 @@ def test_whatever_a_peer_sends_is_read_or_refused(data):
 
 @pytest.mark.parametrize("size", (0, -1, wire.MAX_BYTES + 1, 2**62))
 def test_a_length_that_no_message_has_is_refused(size):
+    calls = []
+
     def all_gather(mine):
-        assert len(mine) == 1, "memory was taken for it"
-        return [mine, torch.tensor([size])]
+        calls.append(len(mine))
+        theirs = mine.clone()
+        theirs[:8].view(torch.int64)[0] = size
+        return [mine, theirs]
 
     with pytest.raises(RuntimeError, match=rf"rank 7 announced a message of {size} bytes"):
         wire.exchange(1, [5, 7], all_gather)
+    assert len(calls) == 1, "memory was taken for it"
+
+
+@pytest.mark.parametrize("longest", (wire.ROOM - 1, wire.ROOM, wire.ROOM + 1, 3 * wire.ROOM))
+@pytest.mark.parametrize("other", (3, wire.ROOM, 2 * wire.ROOM))
+def test_messages_of_all_lengths_arrive_in_as_few_trips_as_can_be(longest, other):
+    """Two threads for two ranks; a text of n letters is packed into n + 2 bytes."""
+    values = ["a" * (longest - 2), "b" * (other - 2)]
+    assert len(wire.pack(values[0])) == longest
+    meeting, trips, told = threading.Barrier(2, timeout=20), [[], []], [None, None]
+
+    def run(rank):
+        def all_gather(mine):
+            trips[rank].append(mine.clone())
+            trip = len(trips[rank]) - 1
+            meeting.wait()
+            return [trips[other][trip].clone() for other in range(2)]
+
+        told[rank] = wire.exchange(values[rank], [4, 6], all_gather)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == [values, values]
+    assert [len(made) for made in trips] == [1 if max(longest, other) <= wire.ROOM else 2] * 2
 
 
 def hostile(group, path):
@@ -265,10 +297,9 @@ def hostile(group, path):
             control.gather(1, "x")
     else:
         mine = bytes_of(pickle.dumps(Evil(path)))
-        size = max(int(n) for n in control._all_gather("x", torch.tensor([len(mine)])))
-        padded = torch.zeros(size, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        control._all_gather("x", padded)
+        assert len(mine) <= wire.ROOM
+        length = torch.tensor([len(mine)]).view(torch.uint8)
+        control._all_gather("x", torch.cat((length, mine, torch.zeros(wire.ROOM - len(mine), dtype=torch.uint8))))
     with suppress(ValueError):  # rank 0 has met here and rank 1 has not, in fluxlike's eyes
         fluxlike.finalize()
     assert not fluxlike.is_initialized()

@@ -10,6 +10,9 @@ import torch
 
 #: No agreement of ranks needs more; a length beyond it is not one of ours.
 MAX_BYTES = 64 << 20
+#: Bytes of a message that come with its length; most have no more.
+ROOM = 1016
+_LENGTH = 8  # bytes of an int64
 _DTYPES = {
     str(dtype): dtype for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
 } | {"torch.float64": torch.float64}
@@ -19,16 +22,24 @@ _REMEDY = "all ranks must run the same version, and nobody else may use their to
 def exchange(value: Any, ranks: list[int], all_gather: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[Any]:
     """Every rank's ``value``. ``all_gather`` gives the tensors of all ranks, of one shape, in the order of ``ranks``.
 
+    It is called once, and once more if a message is longer than `ROOM`: each call costs the ranks a few trips.
     RuntimeError if a rank sends what `pack` does not make.
     """
     mine = pack(value)
-    sizes = [int(size) for size in all_gather(torch.tensor([len(mine)], device="cpu"))]
+    head = torch.zeros(_LENGTH + ROOM, dtype=torch.uint8, device="cpu")
+    head[:_LENGTH].view(torch.int64)[0] = len(mine)
+    head[_LENGTH : _LENGTH + len(mine)] = mine[:ROOM]
+    heads = all_gather(head)
+    sizes = [int(theirs[:_LENGTH].view(torch.int64)) for theirs in heads]
     for rank, size in zip(ranks, sizes, strict=True):
         if not 0 < size <= MAX_BYTES:  # before anything is allocated for it
             raise RuntimeError(f"rank {rank} announced a message of {size} bytes and one has 1 to {MAX_BYTES}; {_REMEDY}")
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
-    padded[: len(mine)] = mine
-    return [unpack(part[:size], rank) for part, size, rank in zip(all_gather(padded), sizes, ranks, strict=True)]
+    parts = [theirs[_LENGTH:] for theirs in heads]
+    if max(sizes) > ROOM:
+        rest = torch.zeros(max(sizes) - ROOM, dtype=torch.uint8, device="cpu")
+        rest[: max(len(mine) - ROOM, 0)] = mine[ROOM:]
+        parts = [torch.cat(both) for both in zip(parts, all_gather(rest), strict=True)]
+    return [unpack(part[:size], rank) for part, size, rank in zip(parts, sizes, ranks, strict=True)]
 
 
 def pack(value: Any) -> torch.Tensor:
