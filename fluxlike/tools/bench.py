@@ -407,7 +407,8 @@ def methods(kind: type[Problem], cuda: bool) -> tuple[str, ...]:
 
 def more(kind: type[Problem] | None, cuda: bool) -> str:
     """For the help: what else may be named, in brackets."""
-    names = [name for name in kind.ON_REQUEST if name not in methods(kind, cuda)] if kind else []
+    asked = (*kind.ON_REQUEST, *kind.PEERS_ON_REQUEST) if kind else ()
+    names = [name for name in asked if kind and name not in methods(kind, cuda)]
     return f"[,{','.join(names)}]" if names else ""
 
 
@@ -448,7 +449,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     kind = kind_of(asked.op, asked.suite)
     command.choose_suite(parser, asked, cuda, kind)
     usual = methods(kind, cuda)
-    possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST)))
+    possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST, *kind.PEERS_ON_REQUEST)))
     names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:

@@ -116,6 +116,8 @@ class Problem(ABC):
     #: Methods of ours that run only if they are named: those that are ``auto`` between nodes, by `NodesContext.together`, calls
     #: that name no context, by whether they say the sizes of all ranks, and `ANEW`.
     ON_REQUEST: ClassVar[tuple[str, ...]] = ()
+    #: Others that run only if they are named, but for those of `ON_GPUS` on GPUs and of `ON_CPUS` without.
+    PEERS_ON_REQUEST: ClassVar[tuple[str, ...]] = ()
     BETWEEN_NODES: ClassVar[Mapping[str, bool]] = {}
     WITHOUT_CONTEXT: ClassVar[Mapping[str, bool]] = {}
     #: Methods in which ranks wait for each other without a deadline of ours: if one raises on some ranks only, the rest are stuck.

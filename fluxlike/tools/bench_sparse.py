@@ -207,7 +207,7 @@ class SparseAllReduce(Problem):
     OURS = ("exact", "padded", "bf16_wire")
     ON_GPUS, ON_CPUS = ("horovod", "searchsorted", "v6", "v5"), ("horovod", "searchsorted", "gloo", "dense", *VERSIONS[:6])
     #: Which take seconds a call, or tens of GB, at the sizes of the headline.
-    ON_REQUEST = ("gloo", "dense", "v1", "v2", "v3", "v4")
+    PEERS_ON_REQUEST = ("gloo", "dense", "v1", "v2", "v3", "v4")
     UNBOUNDED = ("horovod", "gloo", "dense", *VERSIONS)
     REPORT, SUITES, LARGEST = Report, SUITES, "1000000x64x65536"
 
