@@ -10,10 +10,10 @@ usage: test.sh [PYTEST ARGS...]                  the tests that need no GPU but 
        test.sh full [PYTEST ARGS...]             the slow ones, too; without arguments they must run 90 % of fluxlike's lines
        test.sh gpu [--nproc N] [--jobs J] [PYTEST ARGS...]
                                                  the test files on N GPUs (default: all), every rank in its own process; with --jobs
-                                                 over J pytests side by side, which compile side by side, and after them those tests
-                                                 that stand none beside them; without arguments then those that end processes or are
-                                                 no rank of torchrun's, and every kernel under compute-sanitizer, in four or two ranks,
-                                                 where that is installed, of both several side by side with --jobs. What is behind a
+                                                 over J pytests side by side, which compile side by side, and then the tests that must
+                                                 run alone. Without pytest arguments then the tests that start their own processes and,
+                                                 where compute-sanitizer is installed, every kernel under it, on four ranks or two; with
+                                                 --jobs several of these at once. What is behind a
                                                  test that failed runs in new processes, unless -x is given. With fewer GPUs than
                                                  ranks, set FLUXLIKE_RANKS_PER_GPU
 

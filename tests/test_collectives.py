@@ -10,7 +10,7 @@ from faults import told
 from ranks import LARGE_WORLDS, LARGEST, TORCHRUN, device, divided, rows_slice, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.ops import collectives, exchange
+from fluxlike.ops import collectives, exchange, keeping
 from fluxlike.ops.collectives import ALGORITHMS, BROADCAST, REDUCE, ROOTED
 from fluxlike.runtime import programs, world
 
@@ -325,15 +325,26 @@ def test_a_bad_tensor_on_one_rank():
     run_ranks(one_bad_rank, 2)
 
 
-def differ(group):
+def differ(group, calls, unsaid):
+    """Shards of different sizes in the first call, or behind others; without m= who is told reads that it may be missing."""
     fluxlike.init(heap="shm")
-    fluxlike.all_gather(torch.ones(8), group)
-    fluxlike.all_gather(torch.ones(8 + group.rank()), group)
+    for _ in range(calls):
+        fluxlike.all_gather(torch.ones(8), group)
+    try:
+        fluxlike.all_gather(torch.ones(8 + group.rank()), group, None if unsaid else 16 + 2 * group.rank())
+    except ValueError as error:
+        assert not unsaid or error.__notes__ == [keeping.M_UNSAID]
+        assert unsaid or not hasattr(error, "__notes__")
+        raise
 
 
-def test_shards_of_different_sizes():
-    for outcome in run_fresh(differ, 2, {"FLUXLIKE_TIMEOUT_S": "20"}):
-        assert outcome.error == "CallMismatch" and "elements=18" in outcome.message, str(outcome)
+@pytest.mark.parametrize("unsaid", (True, False))
+@pytest.mark.parametrize("calls", (0, 1))
+def test_shards_of_different_sizes(calls, unsaid):
+    outcomes = run_fresh(differ, 2, {"FLUXLIKE_TIMEOUT_S": "20"}, calls=calls, unsaid=unsaid)
+    assert any("elements=18" in outcome.message for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome.error == ("CallMismatch" if calls else "ValueError"), str(outcome)
 
 
 def lonely(group):

@@ -384,6 +384,15 @@ def test_no_memfd():
     assert doctor.choose_heap(facts).name == "nvshmem" and whats(facts) == []
 
 
+def test_an_environment_that_is_there_is_told_of(tmp_path):
+    """Who ran launch.sh once and then another Python."""
+    assert "Run pip install 'triton>=3.6'" in doctor._how_to_have("triton>=3.6", tmp_path)
+    (tmp_path / "fluxlike-ready").touch()
+    assert f"{tmp_path}/bin/python -m fluxlike doctor" in doctor._how_to_have("triton>=3.6", tmp_path)
+    made = Path(sys.prefix)
+    assert "Run pip install" in doctor._how_to_have("triton>=3.6", made)
+
+
 def test_old_python():
     facts = healthy_cpu()
     facts.python = (3, 10)

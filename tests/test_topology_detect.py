@@ -326,8 +326,12 @@ def test_a_terminal_that_knows_ascii_only():
 
 
 @pytest.mark.parametrize(
-    "arguments", (["--all", "--k", "1"], ["--random", "2"], ["p3.8xlarge", "--probe"], ["--roots", "a"], ["--objective", "best"])
-)
+    "arguments",
+    (
+        ["--all", "--k", "1"], ["--random", "2"], ["p3.8xlarge", "--probe"], ["--roots", "a"], ["--objective", "best"],
+        ["p3.8xlarge", "--backtrack"], ["p3.8xlarge", "--link-usage-penalty", "0.5"],
+    ),
+)  # fmt: skip
 def test_arguments_that_make_no_sense(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         topo.main(arguments)

@@ -72,7 +72,7 @@ class AsyncTP(CustomGraphPass):
 
     ::
 
-        async_tp = fluxlike.nn.AsyncTP()
+        async_tp = fluxlike.nn.AsyncTP(even=True)
         model = torch.compile(model, options=async_tp.options)
         model(x).sum().backward()
         print(async_tp)                 # for each graph: what was found, what replaced, and why not the rest

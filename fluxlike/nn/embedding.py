@@ -87,6 +87,7 @@ class Embedding(nn.Embedding):
 
     @classmethod
     def from_pretrained(cls, *_: Any, **__: Any) -> Self:
+        """Not available, TypeError: max_ids must be said, which torch's has no place for."""
         raise TypeError("fluxlike.nn.Embedding: make one, with max_ids, and load the weights into it by load_state_dict")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -131,7 +131,8 @@ def ag_gemm(
     weight wants a gradient; with ``return_gathered`` the gathered input is kept instead, and itself carries no gradient.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or K.
+        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or K,
+            as a CallMismatch.
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """

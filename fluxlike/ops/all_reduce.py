@@ -60,8 +60,8 @@ def all_reduce(
     bits on all ranks and on every repeat, but perhaps not those of the other algorithms. Without gradients.
 
     Raises:
-        ValueError: dtypes, devices, names that do not fit; no tensors; ranks that make different calls; with "trees", a topology
-            that is of another number of GPUs, or not the same on all ranks.
+        ValueError: dtypes, devices, names that do not fit; no tensors; ranks that make different calls, as a CallMismatch; with
+            "trees", a topology that is of another number of GPUs, or not the same on all ranks.
         RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """

@@ -13,11 +13,12 @@ A tensor that is not contiguous is copied first. Calls end when their own data i
 captured in CUDA graphs. Without gradients. Memory is taken on first use, and again for larger calls, which the ranks do together.
 
 Raises:
-    ValueError: dtypes, devices, names that do not fit; ranks that make different calls. RuntimeError: no init.
+    ValueError: dtypes, devices, names that do not fit; ranks that make different calls, as a CallMismatch. RuntimeError: no init.
     PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
 """
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import again, exchange, validate
+from . import again, exchange, keeping, validate
 from .context import DTYPES
 from .exchange import Kind
 from .group import Prepared, Told, resolve, told
@@ -95,6 +96,15 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
 
         return library_collectives.all_gather(x, group, m, algo)
     without_gradient("all_gather", x)
+    try:
+        return _all_gather(x, group, m, algo)
+    except ValueError as error:  # CallMismatch, too
+        if m is None and len(set(re.findall(r"\bpart=(\d+)", str(error)))) > 1:
+            error.add_note(keeping.M_UNSAID)
+        raise
+
+
+def _all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, m: int | None, algo: str) -> torch.Tensor:
     seen = _signature(x, m, algo)
     made = _again(ALL_GATHER, group, x, seen)
     if made is not None:

@@ -86,7 +86,8 @@ def gemm_ar(
     dweight = dyᵀ · x, dbias = the column sums of dy.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N.
+        ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N,
+            as a CallMismatch.
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """

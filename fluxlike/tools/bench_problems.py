@@ -86,7 +86,8 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
 def indivisible(ranks: int, **sizes: int) -> str | None:
     """Which of these sizes cannot be split over the ranks, if any."""
     bad = [f"{name}={size}" for name, size in sizes.items() if size % ranks]
-    return f"R={ranks} does not divide {' and '.join(bad)}" if bad else None
+    rule = "the operations take such sizes, the tools measure those that R divides: give others"
+    return f"R={ranks} does not divide {' and '.join(bad)}; {rule}" if bad else None
 
 
 def sane_error(dtype: torch.dtype, ranks: int, k: int) -> float:

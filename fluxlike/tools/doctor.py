@@ -135,6 +135,13 @@ def _extra(facts: Facts) -> str:
     return f"pip install -e '.[cu{min(max(cuda, 12), 13)}]' at the root of the repository"
 
 
+def _how_to_have(wanted: str, made: Path) -> str:
+    """A package that this Python lacks; ``made``: where scripts/launch.sh sets up an environment with all of them."""
+    if (made / "fluxlike-ready").exists() and Path(sys.prefix) != made:
+        return f"Use the environment that scripts/launch.sh has set up: {made}/bin/python -m fluxlike doctor."
+    return f"Run pip install '{wanted}', or scripts/launch.sh, which sets up an environment that has it."
+
+
 def _import_problems(facts: Facts) -> Iterable[Problem]:
     if facts.python < OLDEST_PYTHON:
         what = "Python {}.{} is older than 3.11".format(*facts.python)
@@ -150,8 +157,7 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
             what = f"{name} {facts.installed[name]} is installed, but its import fails: {reason}"
             yield Problem(what, f"Reinstall it: pip install --force-reinstall {name}=={facts.installed[name]}.")
         else:
-            remedy = f"Run pip install '{wanted}', or scripts/launch.sh, which sets up an environment that has it."
-            yield Problem(f"{name} is not installed: {reason}", remedy)
+            yield Problem(f"{name} is not installed: {reason}", _how_to_have(wanted, Path(__file__).parents[2] / ".venv"))
     if not facts.gpus or facts.torch_hip:
         return
     for name, package in (

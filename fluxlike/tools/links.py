@@ -31,6 +31,7 @@ from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
 from ..topology import LinkMatrix, Tree, current, plan_trees
+from ..topology.matrix import load
 from . import command, topo
 from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
@@ -164,15 +165,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Runs all_reduce on the CPU heap by emulated links of machines that are not there.",
         epilog="What is emulated, and what not, is in fluxlike/tools/links_wires.py.",
     )
-    parser.add_argument("topologies", nargs="*", default=["p3.16xlarge", "nvswitch-8"], help="presets or JSON files")
+    which = "presets or JSON files (p3.16xlarge and nvswitch-8); of each the first GPUs, one a rank"
+    parser.add_argument("topologies", nargs="*", default=["p3.16xlarge", "nvswitch-8"], help=which)
     parser.add_argument("--sizes", default="64K,256K,1M", help="bytes of each rank's tensor (64K,256K,1M)")
-    parser.add_argument("--algos", default=",".join(ALGORITHMS), help=f"some of {','.join(ALGORITHMS)} (all)")
+    parser.add_argument("--algos", default=",".join(ALGORITHMS), help=f"some of {','.join(ALGORITHMS)} (all); tree: one for all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="float32")
     parser.add_argument("--share", type=float, default=0.1, help="of the interpreter's own time in the emulated one (0.1)")
     parser.add_argument("--rounds", type=int, default=1, help="timed calls of each algorithm (1)")
     parser.add_argument("--programs", type=int, default=16, help="programs of a kernel, as FLUXLIKE_CPU_PROGRAMS (16)")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
     asked = parser.parse_args(argv)
+    for name in asked.topologies:
+        try:
+            load(name)
+        except ValueError as error:
+            parser.error(str(error))
     asked.algos = asked.algos.split(",")
     unknown = [name for name in asked.algos if name not in ALGORITHMS]
     if unknown:

@@ -116,6 +116,7 @@ class LinkMatrix:
         return detect.detect()
 
     def as_json(self) -> dict[str, Any]:
+        """Plain data, as a file of FLUXLIKE_TOPOLOGY has it; `from_file` reads it."""
         return {
             "name": self.name,
             "bandwidth": [list(row) for row in self.bandwidth],
