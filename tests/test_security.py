@@ -363,6 +363,7 @@ ALLOWED = {
     ("tools/runfile.py", "runpy"): "the program that the user asks it to run",
     ("tools/topo.py", "load"): "a topology: a preset, or a file of JSON, whose every part is checked",
     ("topology/matrix.py", "load"): "the same",
+    ("tools/links.py", "load"): "the same",
     ("*", "tl.load"): "a kernel's load",
     ("*", "x.load"): "a kernel's load by descriptor",
     ("*", "w.load"): "the same",

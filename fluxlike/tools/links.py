@@ -30,8 +30,7 @@ import fluxlike
 from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
-from ..topology import LinkMatrix, Tree, current, plan_trees
-from ..topology.matrix import load
+from ..topology import LinkMatrix, Tree, current, load, plan_trees
 from . import command, topo
 from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
