@@ -103,6 +103,62 @@ def test_a_rank_that_refuses_a_call_and_goes_on(op):
             run_ranks(refuses_and_goes_on, 2, op=op, wants=wants, late=late)
 
 
+def leave_out(op, group, why, monkeypatch):
+    """A call that raises before it has begun: for want of memory, behind others like it, too, by Ctrl-C, or for a list."""
+    x, w = torch.ones(4, 8, device=device()), torch.ones(8, 8, device=device())
+    with monkeypatch.context() as patch:
+        if why == "memory":
+            patch.setattr(torch.Tensor, "new_empty_strided", no_memory)
+            patch.setattr(torch.Tensor, "new_empty", no_memory)
+        elif why == "interrupt":
+            patch.setattr(fluxlike.ops.validate, "operands", interrupt)
+            patch.setattr(fluxlike.ops.validate, "gathered_operands", interrupt)
+            patch.setattr(fluxlike.ops.again, "find", lambda *_: None)
+        how = {"bias": [None, None]} if why == "list" else {}
+        return getattr(fluxlike, op)(x, w, group=group, **how)
+
+
+def no_memory(*_, **__):
+    raise torch.OutOfMemoryError("no memory is left")
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+def leaves_out_and_goes_on(group, op, why):
+    rank, caught = dist.get_rank(group), {"memory": RuntimeError, "interrupt": KeyboardInterrupt, "list": ValueError}[why]
+    ones = call_of(op, group, 1, False)
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            seen, said = [], ""
+            for value in range(2, 10):
+                try:
+                    if value == 3 and rank == 1:
+                        with pytest.raises(caught):
+                            leave_out(op, group, why, monkeypatch)
+                        continue
+                    seen.append((value, call_of(op, group, value, False)))
+                    world.current().executor.synchronize()
+                except fluxlike.CallMismatch as error:
+                    said = str(error)
+                    break
+        assert f"a call of {op} that this rank refused by an error of its own" in said, f"{op}, rank {rank}: {said!r}"
+        for value, y in seen[: -1 if device().type == "cuda" else None]:
+            assert torch.equal(y, ones * value), f"{op}: call {value} is of another: {y}"
+        while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:
+            pass
+        assert torch.equal(call_of(op, group, 1, False), ones)
+
+
+@pytest.mark.parametrize(
+    ("op", "why"),
+    [(op, why) for op in ("gemm_rs", "ag_gemm", "gemm_ar") for why in ("memory", "interrupt")] + [("ag_gemm", "list")],
+)
+def test_a_call_that_a_rank_leaves_out_is_not_taken_for_its_next(op, why):
+    run_ranks(leaves_out_and_goes_on, 2, op=op, why=why)
+
+
 def disagree(group, late):
     """Each disagreement in turn; ``late``: who comes later, so that each side is once in its wait and once in front of it."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)

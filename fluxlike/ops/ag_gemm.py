@@ -178,8 +178,9 @@ def _call(
     if type(ctx) is not AGGemmContext:
         validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
     control = resolve(group) if ctx is None else ctx.control
-    weights, biases = validate.listed(weight, bias)
-    outs = validate.listed_out(out, weight)
+    with Refusing("ag_gemm", control):
+        weights, biases = validate.listed(weight, bias)
+        outs = validate.listed_out(out, weight)
     seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
     with control.lock:
         kind, by = (nodes.NodesContext, "ag_gemm") if control.spans else (AGGemmContext, AGGemmContext)

@@ -141,7 +141,10 @@ def results(found: Known, seen: Signature, x: torch.Tensor, outs: Sequence[torch
         return None
     made = list(outs)
     for shape, strides in found.results[len(made) :]:
-        t = x.new_empty_strided(shape, strides)  # in half the time of new_empty
+        try:
+            t = x.new_empty_strided(shape, strides)  # in half the time of new_empty
+        except RuntimeError:  # no memory: the whole way raises that, too, and tells the other ranks
+            return None
         if t.data_ptr() % ALIGNED:
             return None
         made.append(t)

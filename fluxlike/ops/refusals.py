@@ -1,4 +1,4 @@
-"""Calls that this rank refuses for their arguments, and what the other ranks learn of it.
+"""Calls that this rank refuses for their arguments, or has no memory for, and what the other ranks learn of it.
 
 They may have begun theirs, and wait. If this rank said nothing, they would take its next call of the same sizes for the one that it
 refused, and all results from then on would be of different calls. So it makes an entry on the board of its node in place of the
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch
+from ..runtime.errors import CallMismatch, PeerTimeout
 from .group import wants_gradient
 
 
@@ -24,7 +24,10 @@ def tell(op: str, control: ControlGroup) -> None:
 
 
 class Refusing:
-    """A ``with`` for the checks of a call: one that raises ValueError has refused it. Behind the look at calls that come again."""
+    """A ``with`` for what a call does before it begins: what raises there, an interrupt, too, leaves the call out.
+
+    Behind the look at calls that come again. Of one that has begun an error has frozen the board, so nothing more is entered.
+    """
 
     def __init__(self, op: str, control: ControlGroup) -> None:
         self._op, self._control = op, control
@@ -33,7 +36,7 @@ class Refusing:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, ValueError) and not isinstance(error, CallMismatch):
+        if error is not None and not isinstance(error, CallMismatch | PeerTimeout):
             tell(self._op, self._control)
 
 
