@@ -103,10 +103,10 @@ def test_a_rank_that_refuses_a_call_and_goes_on(op):
             run_ranks(refuses_and_goes_on, 2, op=op, wants=wants, late=late)
 
 
-def leave_out(op, group, why, monkeypatch):
+def leave_out(op, group, why):
     """A call that raises before it has begun: for want of memory, behind others like it, too, by Ctrl-C, or for a list."""
     x, w = torch.ones(4, 8, device=device()), torch.ones(8, 8, device=device())
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if why == "memory":
             patch.setattr(torch.Tensor, "new_empty_strided", no_memory)
             patch.setattr(torch.Tensor, "new_empty", no_memory)
@@ -130,19 +130,18 @@ def leaves_out_and_goes_on(group, op, why):
     rank, caught = dist.get_rank(group), {"memory": RuntimeError, "interrupt": KeyboardInterrupt, "list": ValueError}[why]
     ones = call_of(op, group, 1, False)
     for _ in range(2):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            seen, said = [], ""
-            for value in range(2, 10):
-                try:
-                    if value == 3 and rank == 1:
-                        with pytest.raises(caught):
-                            leave_out(op, group, why, monkeypatch)
-                        continue
-                    seen.append((value, call_of(op, group, value, False)))
-                    world.current().executor.synchronize()
-                except fluxlike.CallMismatch as error:
-                    said = str(error)
-                    break
+        seen, said = [], ""
+        for value in range(2, 10):
+            try:
+                if value == 3 and rank == 1:
+                    with pytest.raises(caught):
+                        leave_out(op, group, why)
+                    continue
+                seen.append((value, call_of(op, group, value, False)))
+                world.current().executor.synchronize()
+            except fluxlike.CallMismatch as error:
+                said = str(error)
+                break
         assert f"a call of {op} that this rank refused by an error of its own" in said, f"{op}, rank {rank}: {said!r}"
         for value, y in seen[: -1 if device().type == "cuda" else None]:
             assert torch.equal(y, ones * value), f"{op}: call {value} is of another: {y}"

@@ -3,7 +3,6 @@
 Read with `kernels/ag_gemm.py`, which holds the protocol.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -158,9 +157,8 @@ def call(
     try:
         return _call(x_shard, weight, ctx, bias, group, return_gathered, m, n, out)
     except CallMismatch as error:
-        said = str(error)
-        if m is None and keeping.M_UNSAID not in said and len(set(re.findall(r"\bM=(\d+)", said))) > 1:
-            error.add_note(keeping.M_UNSAID)
+        if m is None:
+            keeping.may_lack_m(error, "M")
         raise
 
 

@@ -18,7 +18,6 @@ Raises:
 """
 
 import math
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +98,8 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
     try:
         return _all_gather(x, group, m, algo)
     except ValueError as error:  # CallMismatch, too
-        if m is None and len(set(re.findall(r"\bpart=(\d+)", str(error)))) > 1:
-            error.add_note(keeping.M_UNSAID)
+        if m is None:
+            keeping.may_lack_m(error, "part")
         raise
 
 

@@ -1,5 +1,6 @@
 """The contexts of calls that name none: made when first called for, grown, kept until finalize."""
 
+import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -7,8 +8,15 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 
-#: For who calls ag_gemm with a shard of other rows than another rank's.
+#: For who calls ag_gemm or all_gather with a shard of other rows than another rank's.
 M_UNSAID = "without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
+
+
+def may_lack_m(error: ValueError, size: str) -> None:
+    """A note on an error of a call without m=, if it tells of ranks whose ``size`` differs: m= may be missing."""
+    said = str(error)
+    if M_UNSAID not in said and len(set(re.findall(rf"\b{size}=(\d+)", said))) > 1:
+        error.add_note(M_UNSAID)
 
 
 def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:

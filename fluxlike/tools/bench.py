@@ -407,8 +407,9 @@ def methods(kind: type[Problem], cuda: bool) -> tuple[str, ...]:
 
 def more(kind: type[Problem] | None, cuda: bool) -> str:
     """For the help: what else may be named, in brackets."""
-    asked = (*kind.ON_REQUEST, *kind.PEERS_ON_REQUEST) if kind else ()
-    names = [name for name in asked if kind and name not in methods(kind, cuda)]
+    if kind is None:
+        return ""
+    names = [name for name in (*kind.ON_REQUEST, *kind.PEERS_ON_REQUEST) if name not in methods(kind, cuda)]
     return f"[,{','.join(names)}]" if names else ""
 
 

@@ -44,9 +44,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = ("probe", "save", "png", "k", "roots", "objective", "link_usage_penalty", "backtrack")
     if asked.all and any(getattr(asked, name) != parser.get_default(name) for name in names):
         parser.error("--all plans the presets as they are; of the other options it takes --random, --seed and --json")
-    of_mxnet = [f"--{name.replace('_', '-')}" for name in names[-2:] if getattr(asked, name) != parser.get_default(name)]
-    if of_mxnet and asked.objective != "mxnet":
-        parser.error(f"{' and '.join(of_mxnet)}: for --objective mxnet only; add it, or leave them out")
+    if asked.objective != "mxnet" and (asked.backtrack or asked.link_usage_penalty != parser.get_default("link_usage_penalty")):
+        parser.error("--backtrack and --link-usage-penalty are for --objective mxnet; add it, or leave them out")
     if asked.random < 0 or (asked.random and not asked.all):
         parser.error(f"--random {asked.random} needs --all and a number of machines")
     if asked.probe and asked.topology:
