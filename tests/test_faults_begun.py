@@ -3,6 +3,7 @@ another call's data, and nothing is left of a context that nobody has.
 """
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from faults import told, works
 from ranks import LARGEST, device, run_ranks
 
 import fluxlike
-from fluxlike.ops import tiling
+from fluxlike.ops import all_reduce, exchange, tiling
 from fluxlike.runtime import world
 
 SOON_S = 30.0
@@ -117,23 +118,25 @@ def test_an_error_that_a_program_catches(name):
 # making a context
 
 
+#: What the executor gives a rank for itself: memory, words of the host that kernels write to, threads, streams.
+OWN = ("lasting", "report", "copy_engine", "lanes")
+
+
 @contextlib.contextmanager
 def lacking(call):
-    """The ``call``-th time that memory of this rank alone is asked for, there is none."""
-    executor, calls = world.current().executor, []
+    """The ``call``-th time that this rank asks for something of its own, there is none. Gives what was asked for."""
+    executor, asked = world.current().executor, []
 
-    def lasting(make):
-        calls.append(make)
-        if len(calls) == call:
-            raise OutOfMemory("of the test")
-        return type(executor).lasting(executor, make)
+    def counted(name, give, *args):
+        asked.append(name)
+        if len(asked) == call:
+            raise MemoryError if call == 1 else OutOfMemory("of the test")
+        return give(*args)
 
-    executor.lasting = lasting
-    try:
-        yield
-    finally:
-        del executor.lasting
-    assert len(calls) == call, f"{len(calls)} calls"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OWN:
+            patch.setattr(executor, name, partial(counted, name, getattr(executor, name)))
+        yield asked
 
 
 def held():
@@ -141,25 +144,31 @@ def held():
     return this.heap.in_use, len(this.contexts), len(this.control.board.members)
 
 
-#: By operation: its making, and which memory is asked for last.
 MAKING = {
-    "gemm_rs": (lambda group: fluxlike.create_gemm_rs_context(64, 32, 48, torch.bfloat16, group, "copy_engine"), 7),
-    "ag_gemm": (lambda group: fluxlike.create_ag_gemm_context(64, 32, 48, torch.bfloat16, group, "in_kernel"), 6),
-    "gemm_ar": (lambda group: fluxlike.create_gemm_ar_context(64, 32, torch.bfloat16, group), 1),
+    "gemm_rs": lambda group: fluxlike.create_gemm_rs_context(64, 32, 48, torch.bfloat16, group),
+    "ag_gemm": lambda group: fluxlike.create_ag_gemm_context(64, 32, 48, torch.bfloat16, group),
+    "gemm_ar": lambda group: fluxlike.create_gemm_ar_context(64, 32, torch.bfloat16, group),
+    "all_reduce": lambda group: exchange.ExchangeContext(all_reduce.KIND, world.current().control_of(group), 1, 1),
+    "sparse_all_reduce": lambda group: fluxlike.create_sparse_all_reduce_context((64, 8), 16, torch.float32, group),
 }
 
 
 def lacks_memory(group, op):
-    make, last = MAKING[op]
+    make = MAKING[op]
     works(group)
     before = held()
-    if dist.get_rank(group) == 1:
-        with lacking(last), pytest.raises(OutOfMemory):
-            make(group)
-    else:
-        said, took = told(lambda: make(group), RuntimeError)
-        assert "rank 1 failed, so no rank goes on: of the test" in said and took < SOON_S, said
-    assert held() == before
+    with lacking(0) as asked, make(group):
+        assert held() > before
+    assert len(asked) >= 3, f"{op} has nothing of its own but {asked}"
+    for call, what in enumerate(asked, 1):
+        if dist.get_rank(group) == 1:
+            with lacking(call), pytest.raises(RuntimeError, match="of the test|take no more memory"):
+                make(group)
+        else:
+            said, took = told(lambda: make(group), RuntimeError)
+            assert "rank 1 failed, so no rank goes on: " in said and took < SOON_S, f"{what}: {said}"
+            assert ("this process can take no more memory" if call == 1 else "of the test") in said, f"{what}: {said}"
+        assert held() == before, what
     with make(group):
         assert held() > before
     assert held() == before

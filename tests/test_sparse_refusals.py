@@ -112,6 +112,27 @@ def wires(group, name):
         same(one(x, group=group, wire_dtype=short), one(x, group=group, wire_dtype=dtype), short)
 
 
+def reference_disagrees(group):
+    """What one rank does wrong, or otherwise than the rest, is an error of all, before torch's collectives, which could not end."""
+    one, odd = fluxlike.reference.sparse_all_reduce, dist.get_rank(group) == 1
+    x = gradient([1, 1, 2], (5, 4))
+    for act, word in (
+        (lambda: one(gradient([1], (5, 3)) if odd else x, group=group), "(5, 3)"),
+        (lambda: one(x.half() if odd else x, group=group), "torch.float16"),
+        (lambda: one(x, "avg" if odd else "sum", group=group), "'avg'"),
+        (lambda: one(x, wire_dtype="bf16" if odd else None, group=group), "torch.bfloat16"),
+        (lambda: one(x, "max" if odd else "sum", group=group), "op='max' is not one of"),
+        (lambda: one(x.to_dense() if odd else x, group=group), "it must be torch.sparse_coo"),
+    ):
+        said, took = told(act, ValueError)
+        assert word in said and took < 30, f"{word}: {said!r}"
+    same(one(x, group=group), fluxlike.sparse_all_reduce(x, group=group))
+
+
+def test_a_reference_on_which_ranks_disagree():
+    run_ranks(reference_disagrees, 2)
+
+
 def crowd(entries):
     """So many entries, in the memory of one."""
     row, value = torch.zeros(1, 1, dtype=torch.int64, device=device()), torch.ones(1, device=device())

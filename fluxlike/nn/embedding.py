@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..ops.group import resolve
+from ..ops.refusals import Refusing
 from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
-from ..ops.sparse_arguments import refuse
+from ..ops.sparse_arguments import NAME
 from ..ops.sparse_hook import CONTEXT
 
 #: Reductions after which a forward pass that was never differentiated keeps ids from going ahead no more.
@@ -69,11 +70,12 @@ class Embedding(nn.Embedding):
         grad = self.weight.grad  # what comes is added to it, and reduced again with it, as by DDP without no_sync
         kept_on = grad is not None and grad.is_sparse and grad._nnz() > 0
         if first and not kept_on:
-            kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
-            if kept.numel() > context.rows:
-                most = f"max_ids={context.rows}; make the Embedding with a larger max_ids"
-                refuse(context.control, f"Embedding: {kept.numel()} ids are more than {most}")
-            context.start_indices(kept)
+            with Refusing(NAME, context.control):
+                kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
+                if kept.numel() > context.rows:
+                    most = f"max_ids={context.rows}; make the Embedding with a larger max_ids"
+                    raise ValueError(f"Embedding: {kept.numel()} ids are more than {most}")
+                context.start_indices(kept)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `to`, `half` and the like do, unless the context would not fit the weight that they make."""

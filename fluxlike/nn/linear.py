@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..ops.ag_gemm import ag_gemm
 from ..ops.gemm_rs import gemm_rs
 from ..ops.library import group_of
+from ..ops.refusals import leaving_out
 from ..runtime import world
 
 
@@ -126,18 +127,20 @@ def column_forward(
     save_gathered: bool,
 ) -> list[torch.Tensor]:
     """What the layers and the styles do: one gather, a result for each weight."""
-    check_sequence(layer, x, dim, None)
-    if m is not None and x.dim() > 2:
-        raise ValueError(
-            f"{layer}: m={m} is for inputs [tokens, features], and this one is {list(x.shape)}; flatten it to tokens, or pad the "
-            "sequence so that all ranks have as many"
-        )
-    x, *operands = autocast(arrived(x), *weights, *biases)
-    weights, biases = operands[: len(weights)], operands[len(weights) :]
-    check_input(layer, x, weights[0], 1)
+    with leaving_out("ag_gemm", group):
+        check_sequence(layer, x, dim, None)
+        if m is not None and x.dim() > 2:
+            raise ValueError(
+                f"{layer}: m={m} is for inputs [tokens, features], and this one is {list(x.shape)}; flatten it to tokens, or pad "
+                "the sequence so that all ranks have as many"
+            )
+        x, *operands = autocast(arrived(x), *weights, *biases)
+        weights, biases = operands[: len(weights)], operands[len(weights) :]
+        check_input(layer, x, weights[0], 1)
+        rows = rows_of_shard(x)
     keep = save_gathered and torch.is_grad_enabled()
     n = ranks * sum(w.shape[0] for w in weights)  # evenly split: `check_divides`
-    results = ag_gemm(rows_of_shard(x), weights, bias=biases, group=group, m=m, return_gathered=keep, n=n)
+    results = ag_gemm(rows, weights, bias=biases, group=group, m=m, return_gathered=keep, n=n)
     if keep:
         results, _ = results
     return [whole_from_rows(z, (*x.shape[:-1], z.shape[-1]), dim, ranks) for z in results]
@@ -146,11 +149,13 @@ def column_forward(
 def row_forward(
     layer: str, x: torch.Tensor, weight: torch.Tensor, bias: Any, group: dist.ProcessGroup | None, ranks: int, dim: int
 ) -> torch.Tensor:
-    check_sequence(layer, x, dim, ranks)
-    x, weight, bias = autocast(arrived(x), weight, bias)
-    check_input(layer, x, weight, ranks)
+    with leaving_out("gemm_rs", group):
+        check_sequence(layer, x, dim, ranks)
+        x, weight, bias = autocast(arrived(x), weight, bias)
+        check_input(layer, x, weight, ranks)
+        rows = rows_from_whole(x, dim, ranks)
     k = ranks * weight.shape[1]  # evenly split: `check_divides`
-    y = gemm_rs(rows_from_whole(x, dim, ranks), weight, bias=bias, group=group, k=k)
+    y = gemm_rs(rows, weight, bias=bias, group=group, k=k)
     if x.dim() == 2:
         return y
     return y.unflatten(0, [size // ranks if i == dim else size for i, size in enumerate(x.shape[:-1])])

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..ops.refusals import leaving_out
 from .linear import InGroup, check_divides, check_sequence, column_forward, row_forward
 
 
@@ -208,11 +209,12 @@ class _Colwise(_Linear):
     def products(self, x: torch.Tensor, layers: Sequence["_Colwise"]) -> list[torch.Tensor]:
         """Of one gather of x, which is laid out as this layer's input."""
         dim, m = self._dim(x), None
-        if isinstance(x, DTensor):
-            check_sequence(self.style, x, dim, self.tp_mesh.size())
-            m = x.shape[0] if x.dim() == 2 else None
-        x = self._input(x, Shard(dim))
-        weights, biases = ([layer._part(p, Shard(0)) for layer in layers] for p in ("weight", "bias"))
+        with leaving_out("ag_gemm", self.group):
+            if isinstance(x, DTensor):
+                check_sequence(self.style, x, dim, self.tp_mesh.size())
+                m = x.shape[0] if x.dim() == 2 else None
+            x = self._input(x, Shard(dim))
+            weights, biases = ([layer._part(p, Shard(0)) for layer in layers] for p in ("weight", "bias"))
         zs = column_forward(self.style, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
         return [
             self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], layer.weight.shape[0]))
@@ -254,10 +256,11 @@ class _Shared:
             else:
                 how = f"with gradients on or off, unlike {self.first}"
             self.input, self.waiting = None, {}
-            raise ValueError(
-                f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
-                "same tensor, else give each a ColwiseParallel of its own"
-            )
+            with leaving_out("ag_gemm", layer.group):
+                raise ValueError(
+                    f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with "
+                    "the same tensor, else give each a ColwiseParallel of its own"
+                )
         result = self.waiting.pop(name)
         if not self.waiting:
             self.input = None
@@ -279,7 +282,8 @@ class _Rowwise(_Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
-        x = self._input(x, Shard(x.dim() - 1))
-        weight, bias = self._part("weight", Shard(1)), self._part("bias", Replicate())
+        with leaving_out("gemm_rs", self.group):
+            x = self._input(x, Shard(x.dim() - 1))
+            weight, bias = self._part("weight", Shard(1)), self._part("bias", Replicate())
         y = row_forward(self.style, x, weight, bias, self.group, self.tp_mesh.size(), dim)
         return self._output(y, Shard(dim), shape)

@@ -17,7 +17,7 @@ from ..runtime.errors import CallMismatch
 from . import ag_gemm_stream_k, again, choice, decomposed, keeping, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, Told, resolve, wants_gradient
-from .refusals import Refusing
+from .refusals import Refusing, check_context
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
 BESIDE_FROM = 4 << 20
@@ -173,14 +173,13 @@ def _call(
     n: int | None,
     out: torch.Tensor | Sequence[torch.Tensor] | None,
 ) -> Any:
-    if type(ctx) is not AGGemmContext:
-        validate.context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext))
+    if ctx is not None and type(ctx) is not AGGemmContext:
+        check_context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
-    with Refusing("ag_gemm", control):
+    with Refusing("ag_gemm", control), control.lock:
         weights, biases = validate.listed(weight, bias)
         outs = validate.listed_out(out, weight)
-    seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
-    with control.lock:
+        seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
         kind, by = (nodes.NodesContext, "ag_gemm") if control.spans else (AGGemmContext, AGGemmContext)
         found = again.find(kind, by, ctx, group, control, seen, x_shard, outs)
         if found is not None:
@@ -191,7 +190,6 @@ def _call(
             else:
                 _make(made, known.plan, x_shard, [x_shard, *weights], biases, results, gathered)
             return _returned(weight, results, gathered)
-    with Refusing("ag_gemm", control):
         weights, biases, m = validate.gathered_operands(x_shard, weight, bias, m, control)
         k, columns = x_shard.shape[1], sum(w.shape[0] for w in weights)
         validate.whole("ag_gemm", "n", n, columns)
@@ -200,19 +198,18 @@ def _call(
             gathered = x_shard.new_empty(m, k) if return_gathered else None
             nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n, outs, seen)
             return _returned(weight, results, gathered)
-        with control.lock:
-            if ctx is None:
-                sizes = {"max_m": max(m, 1), "k": max(k, 1)}
-                ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
-            validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
-            results = validate.outputs(outs, m, x_shard, weights, biases)
-            gathered = x_shard.new_empty(m, k) if return_gathered else None
-            if m and k:
-                planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
-                every = results if gathered is None else [*results, gathered]
-                again.remember(ctx, seen, (x_shard, *weights, *biases, *outs), planned, every)
-            else:
-                empty(ctx, m, k, biases, results)
+        if ctx is None:
+            sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+            ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
+        validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
+        results = validate.outputs(outs, m, x_shard, weights, biases)
+        gathered = x_shard.new_empty(m, k) if return_gathered else None
+        if m and k:
+            planned = _run(ctx, x_shard, weights, biases, results, gathered, chunk_rows(m, ctx.size), n)
+            every = results if gathered is None else [*results, gathered]
+            again.remember(ctx, seen, (x_shard, *weights, *biases, *outs), planned, every)
+        else:
+            empty(ctx, m, k, biases, results)
     return _returned(weight, results, gathered)
 
 

@@ -21,7 +21,7 @@ from ..runtime.control import ControlGroup
 from . import again, exchange, lists, trees, validate
 from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
-from .refusals import Refusing, without_gradient
+from .refusals import Refusing, reduction, without_gradient
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,20 +65,21 @@ def all_reduce(
         RuntimeError: no init; "trees" without a topology or a GPU.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
-    op = op if isinstance(op, str) else validate.reduction("all_reduce", op)
+    op = op if isinstance(op, str) else reduction("all_reduce", op, group)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
         return library_collectives.all_reduce(x, group, op, algo)
     without_gradient("all_reduce", x)
     seen = _signature(x)
-    y = _again(seen, x, group, op, algo, in_place=False)
-    if y is not None:
-        return y
-    with Refusing("all_reduce", resolve(group)):
+    control = resolve(group)
+    with Refusing("all_reduce", control):
+        y = _again(seen, x, control, op, algo, in_place=False)
+        if y is not None:
+            return y
         xs = _checked("all_reduce", x, op, algo)
         ys = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in xs]
-        _run([t.contiguous() for t in xs], ys, group, op, algo, seen)
+        _run([t.contiguous() for t in xs], ys, control, op, algo, seen)
     return ys[0] if isinstance(x, torch.Tensor) else ys
 
 
@@ -89,20 +90,21 @@ def all_reduce_(
     algo: str = "auto",
 ) -> Any:
     """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
-    op = op if isinstance(op, str) else validate.reduction("all_reduce_", op)
+    op = op if isinstance(op, str) else reduction("all_reduce_", op, group)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
         return library_collectives.all_reduce_(x, group, op, algo)
     seen = _signature(x)
-    if _again(seen, x, group, op, algo, in_place=True) is not None:
-        return x
-    with Refusing("all_reduce", resolve(group)):
+    control = resolve(group)
+    with Refusing("all_reduce_", control):
+        if _again(seen, x, control, op, algo, in_place=True) is not None:
+            return x
         xs = _checked("all_reduce_", x, op, algo)
         for t in xs:
             validate.contiguous("all_reduce_", t)
         _apart(xs, [t.data_ptr() for t in xs])
-        _run(xs, xs, group, op, algo, seen)
+        _run(xs, xs, control, op, algo, seen)
     increment_version(xs)  # autograd, which may have saved them, does not see what a kernel writes
     return x
 
@@ -111,13 +113,10 @@ def _signature(x: Any) -> again.Signature | None:
     return again.signature((x,)) if isinstance(x, torch.Tensor) else again.signature_of_list(x)
 
 
-def _again(
-    seen: again.Signature | None, x: Any, group: dist.ProcessGroup | None, op: str, algo: str, in_place: bool
-) -> Any:
+def _again(seen: again.Signature | None, x: Any, control: ControlGroup, op: str, algo: str, in_place: bool) -> Any:
     """The result of a call that came again, of one tensor or of a list; None if nothing is known of such calls."""
     if seen is None or type(op) is not str or type(algo) is not str:
         return None
-    control = resolve(group)
     with control.lock:
         found = again.find_kept((KIND.name, control.name), (op, algo, in_place, *seen.key))
         if found is None:
@@ -209,13 +208,12 @@ def check_algorithm(name: str, algo: Any, *more: str) -> ValueError | None:
 def _run(
     xs: list[torch.Tensor],
     ys: list[torch.Tensor],
-    group: dist.ProcessGroup | None,
+    control: ControlGroup,
     op: str,
     algo: str,
     seen: again.Signature | None,
 ) -> None:
     """``seen``: of the call, if others like it may follow."""
-    control = resolve(group)
     with control.lock, torch.no_grad():
         some = [(x.view(-1), y.view(-1)) for x, y in zip(xs, ys, strict=True) if x.numel()]
         if not some:

@@ -30,7 +30,7 @@ from . import again, exchange, keeping, validate
 from .context import DTYPES
 from .exchange import Kind
 from .group import Prepared, Told, resolve, told
-from .refusals import Refusing, without_gradient
+from .refusals import Refusing, reduction, without_gradient
 
 REDUCE_SCATTER = Kind("reduce_scatter", scatter=True)
 ALL_GATHER = Kind("all_gather", gather=True)
@@ -58,22 +58,23 @@ def reduce_scatter(
 
     Numerics: added in fp32 in the order of the ranks and rounded once: the bits of `all_reduce`, on every repeat.
     """
-    op = op if isinstance(op, str) else validate.reduction("reduce_scatter", op)
+    op = op if isinstance(op, str) else reduction("reduce_scatter", op, group)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
         return library_collectives.reduce_scatter(x, group, op, algo)
     without_gradient("reduce_scatter", x)
     seen = _signature(x, op, algo)
-    made = _again(REDUCE_SCATTER, group, x, seen)
-    if made is not None:
-        return made[0]
     control = resolve(group)
-    with Refusing("reduce_scatter", control), torch.no_grad():
-        _check("reduce_scatter", x, 1, algo, op)
-        x = x.contiguous()
-        y = x.new_empty(rows_of(x.shape[0], control.size, control.rank), *x.shape[1:])
-        _run(REDUCE_SCATTER, control, x, y, _chunk(x, x.shape[0], control.size), x.numel(), op, algo, seen=seen)
+    with Refusing("reduce_scatter", control):
+        made = _again(REDUCE_SCATTER, control, x, seen)
+        if made is not None:
+            return made[0]
+        with torch.no_grad():
+            _check("reduce_scatter", x, 1, algo, op)
+            x = x.contiguous()
+            y = x.new_empty(rows_of(x.shape[0], control.size, control.rank), *x.shape[1:])
+            _run(REDUCE_SCATTER, control, x, y, _chunk(x, x.shape[0], control.size), x.numel(), op, algo, seen=seen)
     return y
 
 
@@ -105,21 +106,22 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
 
 def _all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, m: int | None, algo: str) -> torch.Tensor:
     seen = _signature(x, m, algo)
-    made = _again(ALL_GATHER, group, x, seen)
-    if made is not None:
-        return made[0]
     control = resolve(group)
-    with Refusing("all_gather", control), torch.no_grad():
-        _check("all_gather", x, 1, algo)
-        x = x.contiguous()
-        m = x.shape[0] * control.size if m is None else m
-        if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
-            raise ValueError(
-                f"all_gather: x has {x.shape[0]} rows, which are not those of rank {control.rank} of {control.size} when "
-                f"torch.chunk splits m={m!r} rows; pass the rows of all ranks as m, or leave it out if all have as many"
-            )
-        y = x.new_empty(m, *x.shape[1:])
-        _run(ALL_GATHER, control, x, y, _chunk(y, m, control.size), y.numel(), "sum", algo, seen=seen)
+    with Refusing("all_gather", control):
+        made = _again(ALL_GATHER, control, x, seen)
+        if made is not None:
+            return made[0]
+        with torch.no_grad():
+            _check("all_gather", x, 1, algo)
+            x = x.contiguous()
+            m = x.shape[0] * control.size if m is None else m
+            if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
+                raise ValueError(
+                    f"all_gather: x has {x.shape[0]} rows, which are not those of rank {control.rank} of {control.size} when "
+                    f"torch.chunk splits m={m!r} rows; pass the rows of all ranks as m, or leave it out if all have as many"
+                )
+            y = x.new_empty(m, *x.shape[1:])
+            _run(ALL_GATHER, control, x, y, _chunk(y, m, control.size), y.numel(), "sum", algo, seen=seen)
     return y
 
 
@@ -140,23 +142,24 @@ def reduce(
 
     Numerics: those of `reduce_scatter`.
     """
-    op = op if isinstance(op, str) else validate.reduction("reduce", op)
+    op = op if isinstance(op, str) else reduction("reduce", op, group)
     if torch.compiler.is_compiling():
         from . import library_collectives
 
         return library_collectives.reduce(x, root, group, op, algo)
     without_gradient("reduce", x)
     seen = _signature(x, root, op, algo)
-    made = _again(REDUCE, group, x, seen)
-    if made is not None:
-        return made[0] if made else None
     control = resolve(group)
-    with Refusing("reduce", control), torch.no_grad():
-        _check("reduce", x, 0, algo, op)
-        x = x.contiguous()
-        check_root("reduce", root, control.size)
-        y = torch.empty_like(x) if control.rank == root else None
-        _run(REDUCE, control, x, x if y is None else y, 0, x.numel(), op, algo, root, seen)
+    with Refusing("reduce", control):
+        made = _again(REDUCE, control, x, seen)
+        if made is not None:
+            return made[0] if made else None
+        with torch.no_grad():
+            _check("reduce", x, 0, algo, op)
+            x = x.contiguous()
+            check_root("reduce", root, control.size)
+            y = torch.empty_like(x) if control.rank == root else None
+            _run(REDUCE, control, x, x if y is None else y, 0, x.numel(), op, algo, root, seen)
     return y
 
 
@@ -178,16 +181,17 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
         return library_collectives.broadcast(x, root, group, algo)
     without_gradient("broadcast", x)
     seen = _signature(x, root, algo)
-    made = _again(BROADCAST, group, x, seen)
-    if made is not None:
-        return made[0]
     control = resolve(group)
-    with Refusing("broadcast", control), torch.no_grad():
-        _check("broadcast", x, 0, algo)
-        x = x.contiguous()
-        check_root("broadcast", root, control.size)
-        y = torch.empty_like(x)
-        _run(BROADCAST, control, x, y, 0, x.numel(), "sum", algo, root, seen)
+    with Refusing("broadcast", control):
+        made = _again(BROADCAST, control, x, seen)
+        if made is not None:
+            return made[0]
+        with torch.no_grad():
+            _check("broadcast", x, 0, algo)
+            x = x.contiguous()
+            check_root("broadcast", root, control.size)
+            y = torch.empty_like(x)
+            _run(BROADCAST, control, x, y, 0, x.numel(), "sum", algo, root, seen)
     return y
 
 
@@ -209,11 +213,10 @@ def _signature(x: Any, *said: Any) -> again.Signature | None:
     return seen._replace(key=(*said, *seen.key))
 
 
-def _again(kind: Kind, group: dist.ProcessGroup | None, x: torch.Tensor, seen: again.Signature | None) -> list[torch.Tensor] | None:
+def _again(kind: Kind, control: ControlGroup, x: torch.Tensor, seen: again.Signature | None) -> list[torch.Tensor] | None:
     """The results of a call that came again, none or one; None if nothing is known of such calls."""
     if seen is None:
         return None
-    control = resolve(group)
     with control.lock:
         found = again.find_kept((kind.name, control.name), seen.key)
         if found is None:

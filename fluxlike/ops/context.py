@@ -18,7 +18,6 @@ from ..runtime.launches import Lanes
 from . import choice, cost, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
 from .group import Compiled, GroupContext, Prepared, Told, told
-from .making import taking
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,29 +73,22 @@ class Context(GroupContext):
             "flags": 8 * ranks * flags,
             "data": 2 * self.set_elements * dtype.itemsize,
         }
-        executor = world.current().executor
         #: FLUXLIKE_TUNE and FLUXLIKE_TORCH_PRODUCTS, capability and programs of a GPU, measured choices: the same on all ranks.
-        self.tuned = tuned.agreed(control, op, dtype, executor)
-        super().__init__(op, control, regions)
-        self.stats["copies"] = 0
-        self._set = 0
+        self.tuned = tuned.agreed(control, op, dtype, world.current().executor)
         #: What calls are made of instead of what `choice.choose` says, and the plans of each such choice.
         self._used: choice.Choice | None = None
         self._plans_of: dict[choice.Choice | None, dict[Hashable, tuple[int, Any]]] = {}
+        self._exchanged = self._bytes_of(exchanged)
+        super().__init__(op, control, regions)
+        self.stats["copies"] = 0
+        self._set = 0
         self.use(None)
         #: How many copies each queue makes: where a graph repeats them, nobody counts. A queue is there as long as its plan.
         self._copies: MutableMapping[Callable[[], None], int] = WeakKeyDictionary()
         #: What the kernels of the calls write their times to (`trace.begin`); None: they are compiled without.
         self.trace: Trace | None = None
-        self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
-        self.data = self.region("data", dtype)
-        self.engine = executor.copy_engine()
-        self.lanes = executor.lanes(("products", control.name)) if schedule in ("auto", choice.DECOMPOSED) else Lanes()
         #: Of the schedule "sequential": memory for its exchanges; `scratch` lies between these and the products.
         self.exchange: ExchangeContext | None = None
-        self._exchanged = self._bytes_of(exchanged)
-        with taking(op, control):
-            self.take()
         self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", self.watched)
         if self._exchanged and self.size > 1:
             self.exchange = sequential.memory(op, control, cdiv(self._exchanged, self.size))
@@ -104,8 +96,14 @@ class Context(GroupContext):
             self.inner.append(self.exchange)
 
     def take(self) -> None:
-        """Memory of this rank alone."""
+        super().take()
         executor, schedule = self.world.executor, self.schedule
+        self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
+        self.data = self.region("data", self.dtype)
+        self.engine = executor.copy_engine()
+        self.lanes = Lanes()
+        if schedule in ("auto", choice.DECOMPOSED):
+            self.lanes = executor.lanes(("products", self.control.name))
         self.ready = self.lasting(self.size * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
         # parts of tiles, and the words that say that they are there; stream_k shares twice a call
         shares = schedule not in choice.TORCH and cost.may_share(executor.capability, self.dtype)
@@ -248,7 +246,7 @@ class Context(GroupContext):
             self.engine.abandon()
 
     def drop(self) -> None:
-        if hasattr(self.engine, "close"):
+        if hasattr(self, "engine") and hasattr(self.engine, "close"):  # of one that is half made, too
             self.engine.close()
         super().drop()
         self._plans_of.clear()

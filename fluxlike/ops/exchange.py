@@ -87,11 +87,14 @@ class EpochContext(GroupContext):
     def __init__(self, op: str, control: ControlGroup, regions: dict[str, int]) -> None:
         """Collective. ``regions``: see `GroupContext`; "flags" and "data" among them."""
         self.maker = f"fluxlike.{op}"
-        super().__init__(op, control, regions)
-        self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
-        self.epochs = self.lasting(MOST, dtype=torch.int64, make=torch.zeros)
         #: Tables of lists in CUDA graphs, and the addresses that these copy there.
         self._captured: list[torch.Tensor] = []
+        super().__init__(op, control, regions)
+
+    def take(self) -> None:
+        super().take()
+        self.flags, self.data = self.region("flags", torch.int64), self.region("data", torch.uint8)
+        self.epochs = self.lasting(MOST, dtype=torch.int64, make=torch.zeros)
 
     def programs(self, tiles: int, over: int = OVER) -> int:
         """Programs of a launch over so many blocks."""
@@ -120,8 +123,11 @@ class ExchangeContext(EpochContext):
         slots, data = words * WORDS * 4 * kind.rows(control.size, "words"), bulk * BULK * kind.rows(control.size, "bulk")
         regions = {"slots": 2 * slots, "flags": flags * 8, "data": 2 * data}
         super().__init__(kind.name, control, regions)
-        self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
         self.made(kind.name, self.watched)
+
+    def take(self) -> None:
+        super().take()
+        self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
 
     def prepared(
         self, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int = -1, tensors: int = 1,

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..runtime import racecheck, world
+from ..runtime import racecheck
 from . import again, all_reduce, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
 from .group import Prepared, Told, resolve, told, wants_gradient
 from .keeping import alike, kept
-from .making import taking
-from .refusals import Refusing
+from .refusals import Refusing, check_context
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
 
@@ -33,12 +32,13 @@ class GemmARContext(ExchangeContext):
         with control.lock:
             control.agree("create_gemm_ar_context", (max_m, n, str(dtype), algo), error)
             self.max_m, self.n, self.dtype, self.algo = max_m, n, dtype, algo
-            #: The partial sums of this rank.
-            executor = world.current().executor
-            with taking("gemm_ar", control):
-                self.partial = executor.lasting(lambda: torch.empty(max_m * n, dtype=dtype, device=executor.device))
             super().__init__(KIND, control, *all_reduce.room(max_m * n, dtype, control.size, algo))
         self.maker = "fluxlike.create_gemm_ar_context"
+
+    def take(self) -> None:
+        super().take()
+        #: The partial sums of this rank.
+        self.partial = self.lasting(self.max_m * self.n, dtype=self.dtype)
 
 
 def create_gemm_ar_context(
@@ -107,36 +107,35 @@ def call(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`gemm_ar`, which autograd does not see."""
-    validate.context("gemm_ar", ctx, GemmARContext)
+    if ctx is not None:
+        check_context("gemm_ar", ctx, GemmARContext, group)
     control = resolve(group) if ctx is None else ctx.control
     seen = again.signature((x, weight, bias, out))
-    with control.lock:
+    with Refusing("gemm_ar", control), control.lock:
         found = again.find(GemmARContext, GemmARContext, ctx, group, control, seen, x, () if out is None else (out,))
         if found is not None:
             made, known, (y,) = found
             _make(made, known.plan, x, weight, bias, y)
             return y
-    with Refusing("gemm_ar", control):
         validate.operands("gemm_ar", x, weight, bias)
         m, n = x.shape[0], weight.shape[0]
-        with control.lock:
-            if ctx is None:
-                key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
+        if ctx is None:
+            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
 
-                def make(wanted: dict[str, int]) -> GemmARContext:
-                    alike("gemm_ar", control, sizes)
-                    return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
+            def make(wanted: dict[str, int]) -> GemmARContext:
+                alike("gemm_ar", control, sizes)
+                return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
 
-                ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
-            validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-            y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
-            if m == 0 or n == 0:
-                ctx.record(M=m, N=n)
-                return y
-            plan = _plan(ctx, y)
-            _make(ctx, plan, x, weight, bias, y)
-            again.remember(ctx, seen, (x, weight, bias, out), (0, plan), [y])
+            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
+        validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+        y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
+        if m == 0 or n == 0:
+            ctx.record(M=m, N=n)
             return y
+        plan = _plan(ctx, y)
+        _make(ctx, plan, x, weight, bias, y)
+        again.remember(ctx, seen, (x, weight, bias, out), (0, plan), [y])
+        return y
 
 
 class _Plan(NamedTuple):

@@ -18,7 +18,7 @@ from ..runtime.control import ControlGroup
 from . import again, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .group import Prepared, Told, resolve, wants_gradient
-from .refusals import Refusing
+from .refusals import Refusing, check_context
 
 
 class GemmRSContext(Context):
@@ -153,11 +153,11 @@ def call(
     k: int | None = None,
 ) -> torch.Tensor:
     """`gemm_rs`, which autograd does not see."""
-    if type(ctx) is not GemmRSContext:
-        validate.context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext))
+    if ctx is not None and type(ctx) is not GemmRSContext:
+        check_context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
     seen = again.signature((x, weight, bias, out), k)
-    with control.lock:
+    with Refusing("gemm_rs", control), control.lock:
         kind, by = (nodes.NodesContext, "gemm_rs") if control.spans else (GemmRSContext, GemmRSContext)
         found = again.find(kind, by, ctx, group, control, seen, x, () if out is None else (out,))
         if found is not None:
@@ -167,22 +167,20 @@ def call(
             else:
                 _make(made, known.number, known.plan, x, weight, bias, y)
             return y
-    with Refusing("gemm_rs", control):
         validate.operands("gemm_rs", x, weight, bias)
         validate.whole("gemm_rs", "k", k, x.shape[1])
         m, n = x.shape[0], weight.shape[0]
         if control.spans:
             return nodes.gemm_rs(control, ctx, x, weight, bias, group, out, k, seen)
-        with control.lock:
-            if ctx is None:
-                ctx = kept("gemm_rs", GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
-            validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
-            full = chunk_rows(m, ctx.size)
-            y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
-            planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
-            if planned is not None:
-                again.remember(ctx, seen, (x, weight, bias, out), planned, [y])
-            return y
+        if ctx is None:
+            ctx = kept("gemm_rs", GemmRSContext, control, x.dtype, {"max_m": m, "n": n}, group, k_here=x.shape[1])
+        validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
+        full = chunk_rows(m, ctx.size)
+        y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
+        planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
+        if planned is not None:
+            again.remember(ctx, seen, (x, weight, bias, out), planned, [y])
+        return y
 
 
 def rows_of_a_node(

@@ -15,9 +15,9 @@ from ..kernels import sync
 from ..runtime import env, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, PeerTimeout, RaceError
+from ..runtime.errors import CallMismatch, PeerTimeout, RaceError, heard
 from . import again, spinning
-from .making import Held
+from .making import Held, taking
 
 REGION_ALIGN = 256
 REPORT_WORDS = 8
@@ -77,14 +77,14 @@ class GroupContext(Held):
     def __init__(self, op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
         """Collective. ``sizes``: bytes of each region of the heap; all begin as zero but "data", which comes last if there is one.
 
-        `made` ends the making, after what a subclass adds.
+        A subclass sets before what its `take` needs; `made` ends the making.
         """
         self.op, self.world = op, world.current()
         self.control, self.rank, self.size, self.group_ranks = control, control.rank, control.size, control.ranks
         one_node(op, control)
         assert control.board is not None
         self.board: CallBoard = control.board
-        self.device, executor = self.world.device, self.world.executor
+        self.device = self.world.device
         self.stats = {"calls": 0, "launches": 0, "direct": 0, "products": 0}
         self.last_path = ""
         self.closed = False
@@ -105,7 +105,13 @@ class GroupContext(Held):
             self.offsets[name] = total
             total += -(-nbytes // REGION_ALIGN) * REGION_ALIGN
         self.block = self.world.heap.allocate(total, control, self.world.indices(control))
-        signals = self.block.local[: self.offsets.get("data", total)]
+        with taking(op, control):
+            self.take()
+
+    def take(self) -> None:
+        """What this rank has for itself: its view of the block, and memory, streams and threads, of which it may have too few."""
+        executor = self.world.executor
+        signals = self.block.local[: self.offsets.get("data")]
         racecheck.host_write(signals)
         signals.zero_()
         self.head = self.region("head", torch.int64)
@@ -303,6 +309,7 @@ class GroupContext(Held):
         """A call was ended by ``error``: the context is of no more use, and the peers need not wait for the rest of the call."""
         self._seen = True
         self.board.freeze()
+        heard(error)
         if self._error is not None:
             return
         if isinstance(error, (PeerTimeout, CallMismatch, RaceError)):
@@ -311,6 +318,7 @@ class GroupContext(Held):
         self._error = RuntimeError(
             f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}). {self.remedy}"
         )
+        heard(self._error)
         for context in (self, *self.inner):  # whose kernels may be in the middle of the same call
             context._seen = True
             context._release()

@@ -40,7 +40,8 @@ class KernelPuts(Puts):
     #: Whether kernels put all of them.
     every = False
 
-    def _prepare(self) -> None:
+    def take(self) -> None:
+        super().take()
         executor = self._world.executor
         self._near = executor.one_host
         if self._near:

@@ -42,7 +42,7 @@ from . import gemm_rs as rs
 from . import validate
 from .context import kept
 from .group import resolve
-from .refusals import Refusing
+from .refusals import leaving_out
 
 #: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
 EVEN = -1
@@ -87,8 +87,12 @@ def _together(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases:
                 raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; they must be on the same; load it, or use .to")
 
 
-def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """``backward``, whose results raise where autograd, which was told to create a graph, goes through them."""
+def _once(op: str, backward: Callable[..., tuple[Any, ...]], calls: str | None) -> Callable[..., tuple[Any, ...]]:
+    """``backward``, whose results raise where autograd, which was told to create a graph, goes through them.
+
+    ``calls``: the operation that it is a call of, which a rank leaves out where it has no memory for what comes before; see
+    `refusals`.
+    """
     why = (
         f"fluxlike.{op} has no second derivative, and one is asked for: of a gradient that was made with create_graph=True; use "
         "torch's products and collectives where a loss depends on gradients"
@@ -98,7 +102,8 @@ def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
     def once(ctx: Any, grads: Any) -> tuple[Any, ...]:
         again = torch.is_grad_enabled()
         # a backward has the dtypes of its forward, also where autocast is on around it
-        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+        left_out = contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name))
+        with torch.no_grad(), torch._C._DisableAutocast(), left_out:  # type: ignore[attr-defined]
             if not again:
                 return backward(ctx, grads)
             ctx = _Read(ctx)
@@ -179,7 +184,7 @@ def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dx, dw, db, None, None
 
 
-gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward), setup_context=_save_gemm_rs)
+gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward, "ag_gemm"), setup_context=_save_gemm_rs)
 
 
 # -- ag_gemm --------------------------------------------------------------------------------------------------------------
@@ -260,7 +265,7 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return dx, dws, dbs, None, None, None, None
 
 
-ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=_save_ag_gemm)
+ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward, "gemm_rs"), setup_context=_save_ag_gemm)
 
 
 # -- the backward of ag_gemm ----------------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ def _gemm_ar_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dy @ weight if wants_x else None, dy.T @ x if wants_weight else None, dy.sum(0) if wants_bias else None, None
 
 
-gemm_ar_op.register_autograd(_once("gemm_ar", _gemm_ar_backward), setup_context=_save_gemm_ar)
+gemm_ar_op.register_autograd(_once("gemm_ar", _gemm_ar_backward, None), setup_context=_save_gemm_ar)
 
 
 for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
@@ -366,20 +371,18 @@ def ag_gemm(
                 f"ag_gemm: m={m!r} is not a number of rows; pass those of all ranks, or leave it out if all have as many"
             )
         validate.whole("ag_gemm", "n", n, sum(w.shape[0] for w in weights))
-    if all(b is None for b in biases):
-        biases = []
-    else:  # a list of an op holds tensors only
-        biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        if all(b is None for b in biases):
+            biases = []
+        else:  # a list of an op holds tensors only
+            biases = [w.new_zeros(w.shape[0]) if b is None else b for w, b in zip(weights, biases, strict=True)]
     results = ag_gemm_op(x_shard, weights, biases, EVEN if m is None else m, return_gathered, name_of(group), n)
     result = results[: len(weights)] if isinstance(weight, (list, tuple)) else results[0]
     return (result, results[-1]) if return_gathered else result
 
 
 def _refusing(op: str, ctx: Any, group: Any) -> Any:
-    """See `refusals`; what is compiled is not there yet."""
-    if torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return Refusing(op, ctx.control if hasattr(ctx, "control") else resolve(group))
+    """`leaving_out` of a call whose group is connected if it was not; what is compiled is not there yet."""
+    return leaving_out(op, group if torch.compiler.is_compiling() else getattr(ctx, "control", None) or resolve(group))
 
 
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:

@@ -38,8 +38,11 @@ def taking(op: str, control: ControlGroup) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except RuntimeError as problem:
+    except (RuntimeError, ValueError) as problem:
         error = problem
+    except MemoryError as problem:
+        error = RuntimeError(f"{op}: this process can take no more memory")
+        error.__cause__ = problem
     control.agree(f"{op}: memory of each rank", None, error)
 
 

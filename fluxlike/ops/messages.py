@@ -70,6 +70,7 @@ from ..runtime.errors import CallMismatch, PeerTimeout
 from . import cost, tiling
 from .context import Context
 from .group import PLANS, REPORT_WORDS
+from .making import taking
 
 OPS = ("gemm_rs", "ag_gemm")
 #: The number of a call that will not come.
@@ -263,25 +264,12 @@ class Puts(Messages):
             self.rate = cost.COPY_RATE
         self._pitch = HEADER_BYTES + tiling.round_up(nbytes, 256)
         self._sending = sending
-        words = tiling.round_up(1 + 4 * count, 32)
+        words = self._words = tiling.round_up(1 + 4 * count, 32)
         total = 8 * words + (2 * count + sending) * self._pitch
         indices = self._world.indices(control)
         self._pes = [indices[self.peer(node)] for node in range(count)]
         self._block = self._world.heap.allocate(total, control, indices)
-        self.head = self._block.local[: 8 * words].view(torch.int64)
-        self.head.zero_()
-        self.inbox = self._block.local[8 * words :][: 2 * count * self._pitch].view(2, count, self._pitch)
-        self.outbox = self._block.local[8 * words + 2 * count * self._pitch :][: sending * self._pitch].view(sending, self._pitch)
-        self._report = executor.report(REPORT_WORDS)
-        self._reported = ctypes.c_int64.from_address(self._report.data_ptr())  # read in every call, and a tensor is slow to read
-        self._limit_s = env.timeout_s()
-        ctl = [0] * (sync.BASES.value + count)
-        ctl[sync.TIMEOUT.value], ctl[sync.REPORT.value] = int(self._limit_s * 1e9), self._report.data_ptr()
-        ctl[sync.BASES.value + self.node] = self.head.data_ptr()
-        self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
-        self._puts, self._slot, self._stream = executor.puts(), 0, None
-        self._sizes = 0, 0
-        self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
+        self._slot, self._stream, self._sizes = 0, None, (0, 0)
         #: How heads of messages give credits, and ends of calls wait for puts; and the nodes that are still to get theirs.
         self._giving: dict[str, Any] = {"GIVES": 0}
         self._ending: dict[str, Any] = {"QUIET": False}
@@ -290,20 +278,30 @@ class Puts(Messages):
         self._beside = False
         #: Launches, and places of payloads, of calls made before.
         self._made: dict[Hashable, Any] = {}
-        error: Exception | None = None
         try:
-            self._prepare()
-        except RuntimeError as problem:
-            error = RuntimeError(f"{op}: {problem}")
-        executor.synchronize()
-        try:
-            control.agree(f"{op}: making messages between nodes", None, error)
+            with taking(f"{op}, messages between nodes", control):
+                self.take()
+                executor.synchronize()
         except BaseException:
             self.close(True)
             raise
 
-    def _prepare(self) -> None:
-        """What else a call needs; before the ranks meet."""
+    def take(self) -> None:
+        """What this rank has for itself; see `GroupContext.take`."""
+        executor, local, count, words = self._world.executor, self._block.local, len(self.nodes), self._words
+        self.head = local[: 8 * words].view(torch.int64)
+        self.head.zero_()
+        self.inbox = local[8 * words :][: 2 * count * self._pitch].view(2, count, self._pitch)
+        self.outbox = local[8 * words + 2 * count * self._pitch :][: self._sending * self._pitch].view(self._sending, self._pitch)
+        self._report = executor.report(REPORT_WORDS)
+        self._reported = ctypes.c_int64.from_address(self._report.data_ptr())  # read in every call, and a tensor is slow to read
+        self._limit_s = env.timeout_s()
+        ctl = [0] * (sync.BASES.value + count)
+        ctl[sync.TIMEOUT.value], ctl[sync.REPORT.value] = int(self._limit_s * 1e9), self._report.data_ptr()
+        ctl[sync.BASES.value + self.node] = self.head.data_ptr()
+        self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
+        self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
+        self._puts = executor.puts()
 
     # -- what is made once, as it takes the host long -------------------------------------------------------------------
 

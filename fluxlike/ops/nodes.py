@@ -43,6 +43,7 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
+from ..runtime.errors import heard
 from . import again, choice, cost, keeping, validate
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
@@ -218,6 +219,7 @@ class NodesContext(Held):
 
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
+        heard(error)
         if self._error is None:
             ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}. {self.remedy}")
             self._error, self._seen = error if isinstance(error, Exception) else ended, True

@@ -16,11 +16,12 @@ from ..kernels.tiles import chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from . import validate
 from .ag_gemm import AGGemmContext
+from .exchange import EpochContext
 from .gemm_ar import GemmARContext
 from .gemm_rs import GemmRSContext
 from .group import resolve
 from .nodes import NodesContext
-from .sparse_arguments import check
+from .sparse_arguments import NAME, check
 from .sparse_index import entries_of
 
 
@@ -87,10 +88,12 @@ def _checked(
 
     All ranks raise if one finds an error, or if they differ.
     """
-    validate.context(op, ctx, kind)
-    control = resolve(group) if ctx is None else ctx.control
+    if not hasattr(ctx, "control"):  # of what is no context nobody knows whose call it is
+        validate.context(op, ctx, kind)
+    control = ctx.control if hasattr(ctx, "control") else resolve(group)
     said, made, error = (), None, None
     try:
+        validate.context(op, ctx, kind)
         said, made = check(control)
     except (RuntimeError, ValueError) as problem:
         error = problem
@@ -165,8 +168,13 @@ def sparse_all_reduce(
 ) -> torch.Tensor:
     """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact"."""
     how: str = validate.named(op)
-    wire = check(x, how, mode, ctx, group, max_nnz, wire_dtype)
-    control, dims = resolve(group) if ctx is None else ctx.control, x.sparse_dim()
+
+    def checked(control: ControlGroup) -> tuple[Any, torch.dtype]:
+        wire = check(x, how, mode, ctx, group, max_nnz, wire_dtype)
+        return (tuple(x.shape), x.sparse_dim(), how, mode, str(wire)), wire
+
+    control, wire = _checked(NAME, ctx, EpochContext, group, x, "shape, sparse_dim, op, mode, wire_dtype", checked)
+    dims = x.sparse_dim()
     ids, values, _ = entries_of(x)
     total, seen = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0)
     for source in range(control.size):

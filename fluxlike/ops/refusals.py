@@ -1,43 +1,74 @@
-"""Calls that this rank refuses for their arguments, or has no memory for, and what the other ranks learn of it.
+"""Calls that this rank leaves out, for their arguments or for want of memory, and what the other ranks learn of it.
 
 They may have begun theirs, and wait. If this rank said nothing, they would take its next call of the same sizes for the one that it
-refused, and all results from then on would be of different calls. So it makes an entry on the board of its node in place of the
-call, and counts it, for what it says to other nodes in its next one. If all of them refuse theirs, whatever the reasons, entries
+left out, and all results from then on would be of different calls. So it makes an entry on the board of its node in place of the
+call, and counts it, for what it says to other nodes in its next one. If all of them leave theirs out, whatever the reasons, entries
 and counts are the same, and they are still in step.
 """
 
+import contextlib
 import warnings
-from contextlib import suppress
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ..runtime import world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, PeerTimeout
+from ..runtime.errors import CallMismatch, heard, is_heard
+from . import validate
 from .group import wants_gradient
-
-
-def tell(op: str, control: ControlGroup) -> None:
-    """This rank has refused a call of ``op``, and is about to say why."""
-    with control.lock, control.local.lock, suppress(CallMismatch):
-        control.refused += 1
-        if control.local.board is not None:
-            control.local.board.call(f"a call of {op} that this rank refused by an error of its own")
 
 
 class Refusing:
     """A ``with`` for what a call does before it begins: what raises there, an interrupt, too, leaves the call out.
 
-    Behind the look at calls that come again. Of one that has begun an error has frozen the board, so nothing more is entered.
+    Behind the look at calls that come again. Of one that has begun an error has frozen the board, so nothing more is entered. What
+    has been told once is not told again, so one may be inside another.
     """
 
-    def __init__(self, op: str, control: ControlGroup) -> None:
-        self._op, self._control = op, control
+    def __init__(self, op: str, where: ControlGroup | dist.ProcessGroup | None) -> None:
+        """``where``: the group of the call. Of one that has not been connected yet nobody is told, as to connect is collective."""
+        self._op, self._where = op, where
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is not None and not isinstance(error, CallMismatch | PeerTimeout):
-            tell(self._op, self._control)
+        if error is None or is_heard(error):
+            return
+        control = self._where
+        if not isinstance(control, ControlGroup):
+            control = world.current().known(control) if world.is_initialized() else None
+        if control is not None and not control.is_forked:
+            _tell(self._op, control)
+            heard(error)
+
+
+def leaving_out(op: str, where: ControlGroup | dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
+    """`Refusing`, for what torch.compile may trace: then nothing is told, as no rank makes a call yet."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, where)
+
+
+def _tell(op: str, control: ControlGroup) -> None:
+    """This rank has refused a call of ``op``, and is about to say why."""
+    with control.lock, control.local.lock, contextlib.suppress(CallMismatch):
+        control.refused += 1
+        if control.local.board is not None:
+            control.local.board.call(f"a call of {op} that this rank refused by an error of its own")
+
+
+def check_context(op: str, ctx: Any, kind: Any, group: dist.ProcessGroup | None) -> None:
+    """`validate.context` of a call of ``op``. Of what is none, with no group beside it, nobody knows whose call it is."""
+    where = getattr(ctx, "control", group)
+    with contextlib.nullcontext() if where is None else Refusing(op, where):
+        validate.context(op, ctx, kind)
+
+
+def reduction(op: str, name: Any, group: dist.ProcessGroup | None) -> str:
+    """`validate.reduction` of a call of ``op``, in front of all else that it does."""
+    with leaving_out(op, group):
+        return validate.reduction(op, name)
 
 
 def without_gradient(op: str, x: Any) -> None:

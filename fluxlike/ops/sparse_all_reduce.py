@@ -22,7 +22,8 @@ from . import exchange, sparse_index, tiling, validate
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import resolve
 from .keeping import kept
-from .sparse_arguments import NAME, check, check_ids, countable, refuse, wire_of
+from .refusals import Refusing, check_context
+from .sparse_arguments import NAME, check, check_ids, countable, wire_of
 from .sparse_index import HEAD, ROW, room
 
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
@@ -86,24 +87,27 @@ class SparseAllReduceContext(EpochContext):
         staging = ranks * room(rows) * self.shapes.pitch * wire.itemsize
         super().__init__(NAME, control, {"flags": 8 * 2 * ranks * self.chunks, "data": staging})
         self.maker = f"fluxlike.create_{NAME}_context"
-        self.staging = self.data.view(wire)
         #: Whether ids of several ranks have owners: two ranks save nothing, another dtype on the wire would round twice.
         self.owned = ranks > 2 and wire is dtype
-        self._lanes = self.world.executor.lanes((NAME, control.name))
         #: Of `fluxlike.nn.Embedding`: when ids may go ahead.
         self.ahead: Any = None
         #: Rows of the table, where the context is for one.
         self.table_rows: int | None = None
-        self._no_sums = self.lasting(1, width, dtype=torch.float32)
-        #: Calls so far whose ids were not those that had been started; on the device, and as the host has heard of them.
-        self._unlike = self.lasting(1, dtype=torch.int64, make=torch.zeros)
-        self._differs = self.world.executor.report(1)
-        self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
         nbytes = (HEAD + self.rows) * 8
         kind = Kind(NAME, gather=True)
         self.ids = ExchangeContext(kind, control, 1, cdiv(min(nbytes, kind.most(ranks, "bulk")), exchange.BULK))
         self.inner.append(self.ids)
         self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}", self.watched)
+
+    def take(self) -> None:
+        super().take()
+        self.staging = self.data.view(self.wire)
+        self._lanes = self.world.executor.lanes((NAME, self.control.name))
+        self._no_sums = self.lasting(1, self.width, dtype=torch.float32)
+        #: Calls so far whose ids were not those that had been started; on the device, and as the host has heard of them.
+        self._unlike = self.lasting(1, dtype=torch.int64, make=torch.zeros)
+        self._differs = self.world.executor.report(1)
+        self._differed = ctypes.c_int64.from_address(self._differs.data_ptr())
 
     # -- ids ------------------------------------------------------------------------------------------------------------
 
@@ -118,11 +122,8 @@ class SparseAllReduceContext(EpochContext):
         Raises:
             ValueError: dtypes, too many ids; a second start without a call between.
         """
-        try:
+        with Refusing(NAME, self.control), self.control.lock:
             check_ids(ids, self, self._pending is not None)
-        except ValueError as error:
-            refuse(self.control, str(error))
-        with self.control.lock:
             self._pending = self.exchange(ids.reshape(-1), self.rows, self.table_rows)  # type: ignore[arg-type]
 
     def cancel_indices(self) -> None:
@@ -175,7 +176,7 @@ class SparseAllReduceContext(EpochContext):
             here = x[start:], y[start:]
             exchange.launch_for(self.ids, "bulk", *here, parts, "sum")(here)
 
-    def take(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
+    def pending_of(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """The exchange of these ids: that which was started with them, or one that begins now."""
         pending, self._pending = self._pending, None
         if pending is None:
@@ -183,10 +184,9 @@ class SparseAllReduceContext(EpochContext):
         else:
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
-                refuse(
-                    self.control,
+                raise ValueError(
                     f"{NAME}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those "
-                    "of the gradient, in its order",
+                    "of the gradient, in its order"
                 )
         pending.joined.close()
         if not self.world.executor.is_capturing():  # a graph keeps its memory to itself
@@ -384,14 +384,12 @@ def call(
     wire_dtype: torch.dtype | str | None, scatter: bool,
 ) -> torch.Tensor:  # fmt: skip
     """`sparse_all_reduce`, which torch.compile does not see."""
-    validate.context(NAME, ctx, SparseAllReduceContext)  # of what is none nobody knows whose call it is
+    if ctx is not None:
+        check_context(NAME, ctx, SparseAllReduceContext, group)
     control = resolve(group) if ctx is None else ctx.control
-    try:
+    with Refusing(NAME, control), control.lock, torch.no_grad():
         wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, scatter)
-    except ValueError as error:
-        refuse(control, str(error))
-    width = math.prod(x.shape[x.sparse_dim() :])
-    with control.lock, torch.no_grad():
+        width = math.prod(x.shape[x.sparse_dim() :])
         if ctx is None:
             ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
         return _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
@@ -447,7 +445,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
     if ctx.world.executor.is_capturing():
         raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
-    pending = ctx.take(ids, ctx.rows, table_rows, scatter)
+    pending = ctx.pending_of(ids, ctx.rows, table_rows, scatter)
     union, _, most, outside = pending.read()
     if outside:  # on all ranks, as below
         raise ValueError(
@@ -456,7 +454,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
         )
     if most > ctx.rows:  # on all ranks: they have read the same
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
-        pending = ctx.take(ids, ctx.rows, table_rows, scatter)
+        pending = ctx.pending_of(ids, ctx.rows, table_rows, scatter)
         union = pending.read()[0]
     owned = _begin(ctx, x, op, "exact", scatter)
     with ctx.begun():
@@ -467,7 +465,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
 def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> torch.Tensor:
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
-    pending = ctx.take(ids, capacity, table_rows, scatter)
+    pending = ctx.pending_of(ids, capacity, table_rows, scatter)
     owned = _begin(ctx, x, op, "padded", scatter)
     with ctx.begun():
         y = ctx.run(pending, values, ctx.size * capacity, op, owned, True)

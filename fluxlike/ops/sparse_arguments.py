@@ -1,16 +1,14 @@
-"""The arguments of `sparse_all_reduce` and of its reference: what is refused, and how the other ranks learn of it."""
+"""The arguments of `sparse_all_reduce` and of its reference: what is refused."""
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..runtime import world
-from ..runtime.control import ControlGroup
 from . import tiling, validate
 from .context import DTYPES
 from .exchange import EpochContext
-from .refusals import tell
 from .sparse_index import ROW
 
 NAME = "sparse_all_reduce"
@@ -19,12 +17,6 @@ MODES = ("exact", "padded")
 MOST_ENTRIES = 1 << 30
 #: Names of what may travel.
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def refuse(control: ControlGroup, message: str) -> NoReturn:
-    """ValueError in place of a call that other ranks may have begun; see `refusals`."""
-    tell(NAME, control)
-    raise ValueError(message)
 
 
 def too_many(entries: int, most: int) -> str:

@@ -5,6 +5,7 @@ Read with `kernels/trees.py`, which holds the protocol, and docs/topology.md.
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,21 +39,26 @@ class TreeContext(EpochContext):
         #: The most children that a rank has in a tree.
         self.most = max(len(each) for plan in tables for tree in plan for each in tree)
         regions = {"flags": (self.most + 1) * blocks * 8, "data": (2 * self.most + 1) * blocks * BULK}
+        self._words = [self._steps(plan, control.rank) for plan in tables]
         super().__init__("all_reduce", control, regions)
-        self.steps = [self._steps(plan) for plan in tables]
-        up = 2 * self.most * blocks * BULK
-        self.partials, self.results = self.data[:up].view(torch.float32), self.data[up:]
         self.made("all_reduce over trees", self.watched)
 
-    def _steps(self, plan: list[list[list[int]]]) -> torch.Tensor:
-        """What this rank does in each tree; see the kernel."""
+    def take(self) -> None:
+        super().take()
+        tables = [partial(torch.tensor, words, dtype=torch.int64, device=self.device) for words in self._words]
+        self.steps = [self.world.executor.lasting(table) for table in tables]
+        up = 2 * self.most * self.blocks * BULK
+        self.partials, self.results = self.data[:up].view(torch.float32), self.data[up:]
+
+    def _steps(self, plan: list[list[list[int]]], me: int) -> list[int]:
+        """What rank ``me`` does in each tree; see the kernel."""
         words: list[int] = []
         for children in plan:
-            parent = next((rank for rank, each in enumerate(children) if self.rank in each), -1)
-            mine = children[self.rank]
-            at_parent = children[parent].index(self.rank) if parent >= 0 else 0
+            parent = next((rank for rank, each in enumerate(children) if me in each), -1)
+            mine = children[me]
+            at_parent = children[parent].index(me) if parent >= 0 else 0
             words += [parent, at_parent, len(mine), *mine, *[-1] * (self.most - len(mine))]
-        return self.world.executor.lasting(lambda: torch.tensor(words, dtype=torch.int64, device=self.device))
+        return words
 
     def prepared(
         self, x: torch.Tensor, y: torch.Tensor, several: bool, blocks: int, op: str, vector: int, tensors: int,

@@ -48,7 +48,8 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def keep_in_children(thing: Any) -> None:
-    """No destructor of ``thing``, or of what it holds, runs in a forked child, where its ``is_forked`` becomes True, if it has one.
+    """No destructor of ``thing``, or of what it holds, runs in a forked child, where its ``is_forked`` becomes True, if it has one,
+    and its ``lock`` another.
 
     Gloo's would wait for threads that are not there; torch's, of memory that streams used, ends a process that cannot use the GPU.
     """
@@ -66,6 +67,8 @@ def _keep() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         if hasattr(thing, "is_forked"):
             thing.is_forked = True
+        if hasattr(thing, "lock"):  # which a thread may hold that is not there
+            thing.lock = threading.RLock()
 
 
 class Devices:
@@ -124,6 +127,9 @@ class ControlGroup:
     other groups of the same ranks, and is the same on all of them, as torch's names are not; see `key_of`.
     """
 
+    #: This process is a child of the rank: what it writes to memory that ranks share would be taken for the rank's.
+    is_forked = False
+
     def __init__(self, ranks: list[int], name: str, group: dist.ProcessGroup | None, key: str) -> None:
         self.ranks, self.name, self.group, self.key = ranks, name, group, key
         self.rank: int = self.ranks.index(dist.get_rank())
@@ -151,6 +157,7 @@ class ControlGroup:
         self.missed, self.longest = False, math.inf
         self._devices: Devices | None = None
         self._gloo: Any = self._connect()
+        keep_in_children(self)
         keep_in_children(self._gloo)
 
     def _connect(self) -> Any:

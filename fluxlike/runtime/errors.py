@@ -1,5 +1,17 @@
 """The errors of the library. What the caller did wrong is a ValueError, what the machine lacks a RuntimeError."""
 
+_HEARD = "fluxlike_peers_have_heard"
+
+
+def heard(error: BaseException) -> None:
+    """The other ranks have been told that this rank fails with ``error``; whatever it passes on its way up need not tell them."""
+    setattr(error, _HEARD, True)
+
+
+def is_heard(error: BaseException) -> bool:
+    """Whether they have; those of PeerTimeout and CallMismatch come from them, or reach them in other ways."""
+    return isinstance(error, (PeerTimeout, CallMismatch)) or hasattr(error, _HEARD)
+
 
 class PeerTimeout(RuntimeError):
     """A wait for another rank ran out, or that rank is gone. The message names op, ranks, what, expected and seen."""

@@ -167,7 +167,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
         elif case.op == "sparse_all_reduce":  # m entries of k elements; fp32 on the wire has no owners
             wire = case.dtype if case.schedule == "owned" else torch.float32
             with closing(create_sparse_all_reduce_context((m, k), m, case.dtype, wire_dtype=wire)) as sparse:
-                sparse.run(sparse.take(dry.tensor((m,), torch.int64), m, m), operand(m, k), m, "avg", sparse.owned, True)
+                sparse.run(sparse.pending_of(dry.tensor((m,), torch.int64), m, m), operand(m, k), m, "avg", sparse.owned, True)
         elif case.op in COLLECTIVES:
             root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
             getattr(collectives, case.op)(operand(m, k), algo=case.schedule, **root)
