@@ -162,7 +162,7 @@ def lacks_memory(group, op):
     assert len(asked) >= 3, f"{op} has nothing of its own but {asked}"
     for call, what in enumerate(asked, 1):
         if dist.get_rank(group) == 1:
-            with lacking(call), pytest.raises(RuntimeError, match="of the test|take no more memory"):
+            with lacking(call), pytest.raises(RuntimeError, match=r"of the test|take no more memory"):
                 make(group)
         else:
             said, took = told(lambda: make(group), RuntimeError)

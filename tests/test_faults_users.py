@@ -17,7 +17,7 @@ from ranks import device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops.spinning import _waits as waits
-from fluxlike.runtime import world
+from fluxlike.runtime import calls, world
 
 SOON_S = 30.0
 
@@ -73,6 +73,12 @@ def in_a_child(act) -> None:
     assert said == "fine", f"in the child: {said}"
 
 
+def on_the_board(ctx) -> bytes:
+    """What this rank has told the others."""
+    start = ctx.board._starts[ctx.board._me]
+    return bytes(ctx.board._memory[start : start + calls._BOARD])
+
+
 def forks(group):
     """A child can use nothing, and neither closing nor dropping what it got frees, ends or hangs anything."""
     gc.collect()  # what other tests left: torch's destructor of a CUDA graph would end the child that collects it
@@ -109,7 +115,9 @@ def forks(group):
         gc.collect()
 
     for act in (refused, closed, dropped):
+        said = on_the_board(ctx)
         in_a_child(act)
+        assert on_the_board(ctx) == said, "the child said something in the name of the rank"
         call(ctx, 2)
     assert fluxlike.is_initialized()
     ctx.close()
