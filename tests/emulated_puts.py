@@ -1,4 +1,4 @@
-"""Puts between nodes on a machine without GPUs: `ops.messages.Puts` and `KernelPuts` as they are, interpreted, over shared memory.
+"""Puts between nodes on a machine without GPUs: `ops.puts.Puts` and `KernelPuts` as they are, interpreted, over shared memory.
 
 What NVSHMEM does on GPUs is done by a thread, which takes its time, so that a receiver that does not wait reads what was there
 before; what kernels put, at once, by the hook of `kernels.puts`.

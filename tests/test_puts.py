@@ -10,7 +10,7 @@ from fluxlike.kernels import messages as kernels
 from fluxlike.kernels import puts as device
 from fluxlike.kernels import sync
 from fluxlike.ops.group import GroupContext
-from fluxlike.ops.messages import Puts
+from fluxlike.ops.puts import Puts
 from fluxlike.runtime import dry, world
 from fluxlike.runtime.errors import CallMismatch, PeerTimeout
 

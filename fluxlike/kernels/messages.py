@@ -1,5 +1,5 @@
 """What a GPU does about messages between nodes: it may send them itself, waits for them, sees what they are, puts them together.
-`ops.messages` has the record.
+`ops.puts` has the record.
 """
 
 import triton

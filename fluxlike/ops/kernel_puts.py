@@ -1,6 +1,6 @@
 """Messages between nodes that kernels put, by NVSHMEM's device library: `FLUXLIKE_PUTS`. Their design record.
 
-The protocol is that of `messages.Puts`, and so are the words: a counterpart does not know who puts. What differs is on this rank.
+The protocol is that of `puts.Puts`, and so are the words: a counterpart does not know who puts. What differs is on this rank.
 
 * One kernel waits for the credits, writes the head and puts; no stream is ordered behind another, and nothing is put beside what
   the stream holds. Between GPUs of one host a put is stores over NVLink: many programs put a part each, straight from where the
@@ -26,7 +26,7 @@ from ..kernels import messages as kernels
 from ..kernels import puts
 from ..runtime import world
 from . import cost, tiling
-from .messages import Launch, Puts
+from .puts import Launch, Puts
 
 #: Bytes of a payload for each program that puts a part of it, and the most of these.
 _PART, _PARTS = 8 << 10, kernels.SIGNALS.value // 2

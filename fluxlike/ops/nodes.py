@@ -47,7 +47,8 @@ from ..runtime.errors import heard
 from . import again, choice, cost, keeping, validate
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
-from .messages import Letters, Puts, filled
+from .messages import Letters, filled
+from .puts import Puts
 
 #: Rows up to which there is memory to make a call of all nodes' rows together.
 TOGETHER = 1024

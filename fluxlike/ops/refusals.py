@@ -27,6 +27,8 @@ class Refusing:
     has been told once is not told again, so one may be inside another.
     """
 
+    __slots__ = ("_op", "_where")  # one is made in every call
+
     def __init__(self, op: str, where: ControlGroup | dist.ProcessGroup | None) -> None:
         """``where``: the group of the call. Of one that has not been connected yet nobody is told, as to connect is collective."""
         self._op, self._where = op, where
