@@ -1,6 +1,6 @@
-"""Messages between counterparts on different nodes: by NVSHMEM's puts on GPUs, by gloo over TCP on CPUs. What the two have in common.
+"""Messages between counterparts on different nodes, by puts of NVSHMEM on GPUs, by gloo over TCP on CPUs: what both have in common.
 
-A rank has a counterpart on every other node, and sends each one message a call. What the two kinds have in common::
+A rank has a counterpart on every other node, and sends each one message a call. This is what both kinds do::
 
     begin(m, columns)                   a call begins; its counterparts must be at one of the same sizes
     place(node, rows, columns, dtype)   where the payload for a node is to be written
