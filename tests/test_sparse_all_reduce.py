@@ -449,13 +449,13 @@ def in_both(group, order, ahead, tie):
         ddp = DistributedDataParallel(model, process_group=group)
         ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)
         if ours:
-            take = table.context.take
+            take = table.context.pending_of
 
             def taken(*args, context=table.context, take=take):
                 started.append(context._pending is not None)
                 return take(*args)
 
-            table.context.take = taken
+            table.context.pending_of = taken
         results.append(in_order(table, ddp, order, lambda ddp=ddp: ddp.zero_grad()))
     assert len(results[0]) == len(results[1])
     for plain, mine in zip(*results, strict=True):
