@@ -57,7 +57,8 @@ class KernelPuts(Puts):
             for kernel, _, args, constants, tile in launches if self._near else [*launches, self._end_launch()]:
                 executor.ready(kernel, args, constants, tile.warps, tile.stages)
         except Exception as problem:  # of Triton, whose linker may be too old for the library, or of NVSHMEM
-            said = f"{self.op}: kernels that put to other nodes cannot be made ({type(problem).__name__}: {problem}); set FLUXLIKE_PUTS=host"
+            why = f"{type(problem).__name__}: {problem}"
+            said = f"{self.op}: kernels that put to other nodes cannot be made ({why}); set FLUXLIKE_PUTS=host"
             raise RuntimeError(said) from problem
 
     def send(self, place: torch.Tensor, node: int) -> None:
