@@ -398,6 +398,8 @@ class Calls:
             self.names.append(name)
             if name == "cuGraphInstantiateWithFlags":
                 args[0]._obj.value = 9
+            if name == "cuStreamEndCapture" and name not in self.failing:
+                args[1]._obj.value = 7
             return 700 if name in self.failing else 0
 
         return call
@@ -422,13 +424,14 @@ def test_a_capture_and_its_errors(failing, calls, monkeypatch):
 
 
 def test_what_is_captured_raises_its_own_error(monkeypatch):
-    """And the capture is over: the stream would be of no use."""
-    made = Calls(["cuStreamEndCapture"])
-    monkeypatch.setattr(driver_module, "library", lambda: made)
+    """And the capture is over: the stream would be of no use. What there is of a graph is freed."""
 
     def jobs():
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
-        driver_module.captured(3, jobs)
-    assert made.names == CAPTURE[:2]
+    for failing, freed in (["cuStreamEndCapture"], []), ([], ["cuGraphDestroy"]):
+        made = Calls(failing)
+        monkeypatch.setattr(driver_module, "library", lambda made=made: made)
+        with pytest.raises(KeyError, match="mine"):
+            driver_module.captured(3, jobs)
+        assert made.names == [*CAPTURE[:2], *freed]

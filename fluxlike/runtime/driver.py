@@ -124,8 +124,12 @@ def captured(stream: int, queue: Callable[[], None]) -> int:
     check(library().cuStreamBeginCapture_v2(stream, THREAD_LOCAL), "cuStreamBeginCapture")
     try:
         queue()
-    finally:
-        ended = library().cuStreamEndCapture(stream, ctypes.byref(graph))
+    except BaseException:
+        library().cuStreamEndCapture(stream, ctypes.byref(graph))
+        if graph.value is not None:  # none of a capture that CUDA has ended
+            library().cuGraphDestroy(graph)
+        raise
+    ended = library().cuStreamEndCapture(stream, ctypes.byref(graph))
     check(ended, "cuStreamEndCapture")
     instantiated = library().cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, 0)
     check(library().cuGraphDestroy(graph), "cuGraphDestroy")

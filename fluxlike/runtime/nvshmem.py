@@ -46,22 +46,27 @@ def _take_back() -> None:
 def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
     """Start NVSHMEM on ``device``; collective over the world. Settings that the user made in the environment stay."""
     error: Exception | None = None
-    try:
-        import nvshmem.core as nvshmem
-        from cuda.core import Device
-    except ImportError as problem:
-        error = RuntimeError(
-            f"the NVSHMEM heap needs nvshmem4py and cuda-core ({problem}); pip install -e '.[cu13]' (or cu12) at the "
-            "root of the repository, or fluxlike.init(heap='shm') with CPU tensors"
-        )
-    control.agree("starting NVSHMEM", None, error)
     for name, value in (_DEFAULTS | (_ONE_HOST if one_host else {})).items():
         if name not in os.environ:
             os.environ[name] = _set[name] = value
     try:
-        cuda_device = Device(device.index)
-        cuda_device.set_current()
-        unique = nvshmem.get_unique_id(empty=control.rank != 0)
+        try:
+            import nvshmem.core as nvshmem
+            from cuda.core import Device
+
+            cuda_device = Device(device.index)
+            cuda_device.set_current()
+            unique = nvshmem.get_unique_id(empty=control.rank != 0)
+        except ImportError as problem:
+            error = RuntimeError(
+                f"the NVSHMEM heap needs nvshmem4py and cuda-core ({problem}); pip install -e '.[cu13]' (or cu12) at the "
+                "root of the repository, or fluxlike.init(heap='shm') with CPU tensors"
+            )
+        except Exception as problem:  # of the driver's or NVSHMEM's own kinds; the other ranks must not wait for this one
+            said = f"{type(problem).__name__}: {problem}"
+            error = RuntimeError(f"NVSHMEM cannot be started ({said}); see `python -m fluxlike doctor`")
+            error.__cause__ = problem
+        control.agree("starting NVSHMEM", None, error)
         raw = unique._data.view(np.uint8)  # of numpy; what it holds travels as numbers
         raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
         nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
