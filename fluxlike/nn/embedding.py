@@ -1,5 +1,6 @@
 """An embedding with sparse gradients, whose ids go to the other ranks in the forward pass."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
@@ -54,10 +55,23 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
-        rows = super().forward(ids)  # first, as it checks the ids
+        tells = not torch.compiler.is_compiling() and self._begins()
+        with Refusing(NAME, self.context.control) if tells else contextlib.nullcontext():
+            rows = super().forward(ids)  # first, as it checks the ids
         if self.training and torch.is_grad_enabled() and self.weight.requires_grad:
             self._start(ids, rows)
         return rows
+
+    def _begins(self) -> bool:
+        """Whether the ids of a forward pass go ahead."""
+        context, grad = getattr(self.weight, CONTEXT, self.context), self.weight.grad
+        if not (self.training and torch.is_grad_enabled() and self.weight.requires_grad):
+            return False
+        if context.closed or context.dtype != self.weight.dtype:
+            return False
+        # what comes is added to it, and reduced again with it, as by DDP without no_sync
+        kept_on = grad is not None and grad.is_sparse and grad._nnz() > 0
+        return not kept_on and context.ahead.is_first(context.stats["calls"])
 
     @torch.compiler.disable  # else dynamo goes into the launches, and compiles anew for each number of calls
     def _start(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -66,10 +80,9 @@ class Embedding(nn.Embedding):
             return
         setattr(self.weight, CONTEXT, context)  # another tensor may have been put in its place, as by load_state_dict(assign=True)
         context.cancel_indices()
-        first = context.ahead.forward(rows, context.stats["calls"])
-        grad = self.weight.grad  # what comes is added to it, and reduced again with it, as by DDP without no_sync
-        kept_on = grad is not None and grad.is_sparse and grad._nnz() > 0
-        if first and not kept_on:
+        begins = self._begins()
+        context.ahead.forward(rows, context.stats["calls"])
+        if begins:
             with Refusing(NAME, context.control):
                 kept = ids if self.padding_idx is None else ids[ids != self.padding_idx]  # as the gradient has them
                 if kept.numel() > context.rows:
@@ -113,10 +126,16 @@ class _Ahead:
         self._open: Counter[int] = Counter()
         self._reduced = -1  # at the last forward pass
 
-    def forward(self, rows: torch.Tensor, reduced: int) -> bool:
-        """A forward pass gives ``rows``, after so many reductions; whether it is the first since the last, and no other is open."""
-        self._open = Counter({since: count for since, count in self._open.items() if count and reduced - since < FORGOTTEN})
-        first, self._reduced = self._reduced != reduced and not self._open, reduced
+    def is_first(self, reduced: int) -> bool:
+        """Whether a forward pass, after so many reductions, is the first since the last, and no other is open."""
+        return self._reduced != reduced and not self._still_open(reduced)
+
+    def _still_open(self, reduced: int) -> Counter[int]:
+        return Counter({since: count for since, count in self._open.items() if count and reduced - since < FORGOTTEN})
+
+    def forward(self, rows: torch.Tensor, reduced: int) -> None:
+        """A forward pass gives ``rows``, after so many reductions."""
+        self._open, self._reduced = self._still_open(reduced), reduced
         self._open[reduced] += 1
         open_since = [reduced]
 
@@ -125,4 +144,3 @@ class _Ahead:
                 self._open[open_since.pop()] -= 1
 
         rows.register_hook(differentiated)
-        return first

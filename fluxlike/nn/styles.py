@@ -208,8 +208,8 @@ class _Colwise(_Linear):
 
     def products(self, x: torch.Tensor, layers: Sequence["_Colwise"]) -> list[torch.Tensor]:
         """Of one gather of x, which is laid out as this layer's input."""
-        dim, m = self._dim(x), None
         with leaving_out("ag_gemm", self.group):
+            dim, m = self._dim(x), None
             if isinstance(x, DTensor):
                 check_sequence(self.style, x, dim, self.tp_mesh.size())
                 m = x.shape[0] if x.dim() == 2 else None
@@ -256,11 +256,10 @@ class _Shared:
             else:
                 how = f"with gradients on or off, unlike {self.first}"
             self.input, self.waiting = None, {}
-            with leaving_out("ag_gemm", layer.group):
-                raise ValueError(
-                    f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with "
-                    "the same tensor, else give each a ColwiseParallel of its own"
-                )
+            raise ValueError(
+                f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
+                "same tensor, else give each a ColwiseParallel of its own"
+            )
         result = self.waiting.pop(name)
         if not self.waiting:
             self.input = None
@@ -281,8 +280,8 @@ class _Rowwise(_Linear):
     style = "fluxlike.nn.RowwiseParallel"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
         with leaving_out("gemm_rs", self.group):
+            dim, shape = self._dim(x), (*x.shape[:-1], self.weight.shape[0])
             x = self._input(x, Shard(x.dim() - 1))
             weight, bias = self._part("weight", Shard(1)), self._part("bias", Replicate())
         y = row_forward(self.style, x, weight, bias, self.group, self.tp_mesh.size(), dim)

@@ -70,10 +70,10 @@ def all_reduce(
         from . import library_collectives
 
         return library_collectives.all_reduce(x, group, op, algo)
-    without_gradient("all_reduce", x)
     seen = _signature(x)
     control = resolve(group)
     with Refusing("all_reduce", control):
+        without_gradient("all_reduce", x)
         y = _again(seen, x, control, op, algo, in_place=False)
         if y is not None:
             return y

@@ -63,10 +63,10 @@ def reduce_scatter(
         from . import library_collectives
 
         return library_collectives.reduce_scatter(x, group, op, algo)
-    without_gradient("reduce_scatter", x)
     seen = _signature(x, op, algo)
     control = resolve(group)
     with Refusing("reduce_scatter", control):
+        without_gradient("reduce_scatter", x)
         made = _again(REDUCE_SCATTER, control, x, seen)
         if made is not None:
             return made[0]
@@ -95,33 +95,33 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
         from . import library_collectives
 
         return library_collectives.all_gather(x, group, m, algo)
-    without_gradient("all_gather", x)
+    control = resolve(group)
     try:
-        return _all_gather(x, group, m, algo)
+        with Refusing("all_gather", control):
+            without_gradient("all_gather", x)
+            return _all_gather(x, control, m, algo)
     except ValueError as error:  # CallMismatch, too
         if m is None:
             keeping.may_lack_m(error, "part")
         raise
 
 
-def _all_gather(x: torch.Tensor, group: dist.ProcessGroup | None, m: int | None, algo: str) -> torch.Tensor:
+def _all_gather(x: torch.Tensor, control: ControlGroup, m: int | None, algo: str) -> torch.Tensor:
     seen = _signature(x, m, algo)
-    control = resolve(group)
-    with Refusing("all_gather", control):
-        made = _again(ALL_GATHER, control, x, seen)
-        if made is not None:
-            return made[0]
-        with torch.no_grad():
-            _check("all_gather", x, 1, algo)
-            x = x.contiguous()
-            m = x.shape[0] * control.size if m is None else m
-            if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
-                raise ValueError(
-                    f"all_gather: x has {x.shape[0]} rows, which are not those of rank {control.rank} of {control.size} when "
-                    f"torch.chunk splits m={m!r} rows; pass the rows of all ranks as m, or leave it out if all have as many"
-                )
-            y = x.new_empty(m, *x.shape[1:])
-            _run(ALL_GATHER, control, x, y, _chunk(y, m, control.size), y.numel(), "sum", algo, seen=seen)
+    made = _again(ALL_GATHER, control, x, seen)
+    if made is not None:
+        return made[0]
+    with torch.no_grad():
+        _check("all_gather", x, 1, algo)
+        x = x.contiguous()
+        m = x.shape[0] * control.size if m is None else m
+        if not isinstance(m, int) or isinstance(m, bool) or m < 0 or rows_of(m, control.size, control.rank) != x.shape[0]:
+            raise ValueError(
+                f"all_gather: x has {x.shape[0]} rows, which are not those of rank {control.rank} of {control.size} when "
+                f"torch.chunk splits m={m!r} rows; pass the rows of all ranks as m, or leave it out if all have as many"
+            )
+        y = x.new_empty(m, *x.shape[1:])
+        _run(ALL_GATHER, control, x, y, _chunk(y, m, control.size), y.numel(), "sum", algo, seen=seen)
     return y
 
 
@@ -147,10 +147,10 @@ def reduce(
         from . import library_collectives
 
         return library_collectives.reduce(x, root, group, op, algo)
-    without_gradient("reduce", x)
     seen = _signature(x, root, op, algo)
     control = resolve(group)
     with Refusing("reduce", control):
+        without_gradient("reduce", x)
         made = _again(REDUCE, control, x, seen)
         if made is not None:
             return made[0] if made else None
@@ -179,10 +179,10 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
         from . import library_collectives
 
         return library_collectives.broadcast(x, root, group, algo)
-    without_gradient("broadcast", x)
     seen = _signature(x, root, algo)
     control = resolve(group)
     with Refusing("broadcast", control):
+        without_gradient("broadcast", x)
         made = _again(BROADCAST, control, x, seen)
         if made is not None:
             return made[0]

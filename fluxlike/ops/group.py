@@ -273,6 +273,7 @@ class GroupContext(Held):
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         for context in (self, *self.inner):
             context._seen = True
+        heard(self._error, self.control.name)  # type: ignore[arg-type]  # when it happened
         raise self._error  # type: ignore[misc]
 
     def failure(self) -> Exception | None:
@@ -309,7 +310,7 @@ class GroupContext(Held):
         """A call was ended by ``error``: the context is of no more use, and the peers need not wait for the rest of the call."""
         self._seen = True
         self.board.freeze()
-        heard(error)
+        heard(error, self.control.name)
         if self._error is not None:
             return
         if isinstance(error, (PeerTimeout, CallMismatch, RaceError)):
@@ -318,7 +319,6 @@ class GroupContext(Held):
         self._error = RuntimeError(
             f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}). {self.remedy}"
         )
-        heard(self._error)
         for context in (self, *self.inner):  # whose kernels may be in the middle of the same call
             context._seen = True
             context._release()

@@ -30,6 +30,21 @@ def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
             raise CallMismatch(f"{op}: rank {control.ranks[0]} calls it with {said[0]} and rank {rank} with {theirs}; {rule}")
 
 
+def as_many(op: str, control: ControlGroup) -> None:
+    """CallMismatch on all ranks if one has made more calls between nodes than another, as behind one that it refused. Collective.
+
+    Else ranks whose calls have failed would go on with different ones.
+    """
+    made = control.gather(control.between, f"{op}: calls so far")
+    for rank, theirs in zip(control.ranks, made, strict=True):
+        if theirs != made[0]:
+            raise CallMismatch(
+                f"{op}: rank {control.ranks[0]} has made {made[0]} calls between nodes since a context was made for them, and rank "
+                f"{rank} {theirs}, with those that it refused; all ranks of a group must make the same calls, in the same order. "
+                "Call fluxlike.finalize and fluxlike.init on all ranks, or make new contexts and pass them"
+            )
+
+
 def kept(
     key: Hashable, control: ControlGroup, sizes: dict[str, int], make: Callable[[dict[str, int]], Any], most: int
 ) -> Any:

@@ -42,7 +42,7 @@ from . import gemm_rs as rs
 from . import validate
 from .context import kept
 from .group import resolve
-from .refusals import leaving_out
+from .refusals import Refusing, leaving_out
 
 #: M of an ag_gemm to which all ranks bring as many rows: dynamo cannot ask a group for its size, but a call can.
 EVEN = -1
@@ -87,12 +87,8 @@ def _together(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], biases:
                 raise ValueError(f"{op}: {name} is on {t.device}, x on {x.device}; they must be on the same; load it, or use .to")
 
 
-def _once(op: str, backward: Callable[..., tuple[Any, ...]], calls: str | None) -> Callable[..., tuple[Any, ...]]:
-    """``backward``, whose results raise where autograd, which was told to create a graph, goes through them.
-
-    ``calls``: the operation that it is a call of, which a rank leaves out where it has no memory for what comes before; see
-    `refusals`.
-    """
+def _once(op: str, backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """``backward``, whose results raise where autograd, which was told to create a graph, goes through them."""
     why = (
         f"fluxlike.{op} has no second derivative, and one is asked for: of a gradient that was made with create_graph=True; use "
         "torch's products and collectives where a loss depends on gradients"
@@ -102,8 +98,7 @@ def _once(op: str, backward: Callable[..., tuple[Any, ...]], calls: str | None) 
     def once(ctx: Any, grads: Any) -> tuple[Any, ...]:
         again = torch.is_grad_enabled()
         # a backward has the dtypes of its forward, also where autocast is on around it
-        left_out = contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name))
-        with torch.no_grad(), torch._C._DisableAutocast(), left_out:  # type: ignore[attr-defined]
+        with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
             if not again:
                 return backward(ctx, grads)
             ctx = _Read(ctx)
@@ -122,7 +117,11 @@ class _Read:
     """What a forward saved, whose tensors are asked for once: those of a checkpoint may not be asked for again."""
 
     def __init__(self, ctx: Any) -> None:
-        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+        self._ctx = ctx
+
+    @functools.cached_property
+    def saved_tensors(self) -> Any:
+        return self._ctx.saved_tensors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
@@ -173,18 +172,19 @@ def _save_gemm_rs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
     wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-    weights = [weight.T] if wants_x else []
+    with leaving_out("ag_gemm", group_of(ctx.group_name)):  # a checkpoint computes anew what it saved, and there may be no memory
+        x, weight = ctx.saved_tensors
+        weights, dy = [weight.T] if wants_x else [], dy.contiguous()
     # its columns are those that x has on all ranks
-    results = ag_gemm_op(dy.contiguous(), weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name, ctx.whole)
+    results = ag_gemm_op(dy, weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name, ctx.whole)
     dx = results[0] if wants_x else None
     dw = results[-1].T @ x if wants_weight else None
     db = results[-1].sum(0) if wants_bias else None
     return dx, dw, db, None, None
 
 
-gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward, "ag_gemm"), setup_context=_save_gemm_rs)
+gemm_rs_op.register_autograd(_once("gemm_rs", _gemm_rs_backward), setup_context=_save_gemm_rs)
 
 
 # -- ag_gemm --------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,8 @@ def ag_gemm_op(
     group = group_of(group_name)
     m, x_shard = whole(x_shard, m, group_name), _rows(x_shard)
     if not weights:
-        return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
+        with Refusing("ag_gemm", resolve(group)):
+            return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
     results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m, n)
     return [*results[0], results[1]] if return_gathered else results
 
@@ -243,17 +244,20 @@ def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    source, *weights = ctx.saved_tensors
     wants_x, wants_weights, wants_biases, *_ = ctx.needs_input_grad
-    dzs = [
-        torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
-        for dz, n in zip(grads, ctx.columns, strict=False)  # behind them the one of what was gathered
-    ]
-    gathered, dx = source, None
     regather = any(wants_weights) and not ctx.kept
+    calls = "gemm_rs" if wants_x else "ag_gemm" if regather else None
+    with contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name)):  # as above
+        source, *weights = ctx.saved_tensors
+        dzs = [
+            torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
+            for dz, n in zip(grads, ctx.columns, strict=False)  # behind them the one of what was gathered
+        ]
+        if wants_x:
+            dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    gathered, dx = source, None
     if wants_x:
-        dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         if regather:
             dx, gathered = gemm_rs_gather_op(dz, weight.T, source, ctx.m, ctx.group_name, ctx.whole)
         else:
@@ -265,7 +269,7 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     return dx, dws, dbs, None, None, None, None
 
 
-ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward, "gemm_rs"), setup_context=_save_ag_gemm)
+ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=_save_ag_gemm)
 
 
 # -- the backward of ag_gemm ----------------------------------------------------------------------------------------------
@@ -278,8 +282,8 @@ def gemm_rs_gather_op(
     """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
     group = group_of(group_name)
     control = resolve(group)
-    x, shard, y = _rows(x), _rows(shard), []
-    with control.lock:
+    with Refusing("gemm_rs", control), control.lock:
+        x, shard, y = _rows(x), _rows(shard), []
         # made now: the peers, too, must be free to meet when a context is made
         ctx = None
         if not control.spans:
@@ -322,7 +326,7 @@ def _gemm_ar_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     return dy @ weight if wants_x else None, dy.T @ x if wants_weight else None, dy.sum(0) if wants_bias else None, None
 
 
-gemm_ar_op.register_autograd(_once("gemm_ar", _gemm_ar_backward, None), setup_context=_save_gemm_ar)
+gemm_ar_op.register_autograd(_once("gemm_ar", _gemm_ar_backward), setup_context=_save_gemm_ar)
 
 
 for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):

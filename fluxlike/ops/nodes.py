@@ -105,6 +105,7 @@ class NodesContext(Held):
                 self._drop()
                 raise
         self.max_m, self.n, self.k = sizes["max_m"], sizes.get("n"), sizes.get("k")
+        control.between = 0
         self.label = f"{what} over {len(self.nodes)} nodes"
         self.world.contexts.insert(self.world.contexts.index(self.inner), self)  # which is closed before what is in it
 
@@ -165,6 +166,7 @@ class NodesContext(Held):
     def begin(self, m: int, columns: int, whole: int | None) -> "_Call":
         """``whole``: K (gemm_rs) or N (ag_gemm) of all ranks, if the caller says it."""
         self.stats["calls"] += 1
+        self.control.between += 1
         return _Call(self, m, columns, None if whole is None else cdiv(whole, len(self.nodes)))
 
     def recall(self, key: Hashable) -> again.Known | None:
@@ -220,7 +222,7 @@ class NodesContext(Held):
 
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
-        heard(error)
+        heard(error, self.control.name)
         if self._error is None:
             ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}. {self.remedy}")
             self._error, self._seen = error if isinstance(error, Exception) else ended, True
@@ -240,6 +242,7 @@ class NodesContext(Held):
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
         if self._error is not None:
             self._seen = True
+            heard(self._error, self.control.name)  # when it happened
             raise self._error
         try:
             raise self._cause()  # type: ignore[misc]
@@ -506,6 +509,7 @@ def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, i
 
     def make(wanted: dict[str, int]) -> NodesContext:
         keeping.alike(op, control, sizes)
+        keeping.as_many(op, control)
         return NodesContext(op, control, dtype, "auto", here, **wanted)
 
     return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, heard, is_heard
 from . import validate
-from .group import wants_gradient
+from .group import resolve, wants_gradient
 
 
 class Refusing:
@@ -27,35 +26,31 @@ class Refusing:
     has been told once is not told again, so one may be inside another.
     """
 
-    __slots__ = ("_op", "_where")  # one is made in every call
+    __slots__ = ("_control", "_op")  # one is made in every call
 
-    def __init__(self, op: str, where: ControlGroup | dist.ProcessGroup | None) -> None:
-        """``where``: the group of the call. Of one that has not been connected yet nobody is told, as to connect is collective."""
-        self._op, self._where = op, where
+    def __init__(self, op: str, control: ControlGroup) -> None:
+        self._op, self._control = op, control
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if error is None or is_heard(error):
+        if error is None or is_heard(error, self._control.name) or self._control.is_forked:
             return
-        control = self._where
-        if not isinstance(control, ControlGroup):
-            control = world.current().known(control) if world.is_initialized() else None
-        if control is not None and not control.is_forked:
-            _tell(self._op, control)
-            heard(error)
+        _tell(self._op, self._control)
+        heard(error, self._control.name)
 
 
 def leaving_out(op: str, where: ControlGroup | dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """`Refusing`, for what torch.compile may trace: then nothing is told, as no rank makes a call yet."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, where)
+    """`Refusing`, for what torch.compile may trace: what raises then is not told, as it is at another time on each rank."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, resolve(where))
 
 
 def _tell(op: str, control: ControlGroup) -> None:
     """This rank has refused a call of ``op``, and is about to say why."""
     with control.lock, control.local.lock, contextlib.suppress(CallMismatch):
         control.refused += 1
+        control.between += 1
         if control.local.board is not None:
             control.local.board.call(f"a call of {op} that this rank refused by an error of its own")
 
@@ -63,7 +58,7 @@ def _tell(op: str, control: ControlGroup) -> None:
 def check_context(op: str, ctx: Any, kind: Any, group: dist.ProcessGroup | None) -> None:
     """`validate.context` of a call of ``op``. Of what is none, with no group beside it, nobody knows whose call it is."""
     where = getattr(ctx, "control", group)
-    with contextlib.nullcontext() if where is None else Refusing(op, where):
+    with contextlib.nullcontext() if where is None else leaving_out(op, where):
         validate.context(op, ctx, kind)
 
 

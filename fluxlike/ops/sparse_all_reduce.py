@@ -387,12 +387,14 @@ def call(
     if ctx is not None:
         check_context(NAME, ctx, SparseAllReduceContext, group)
     control = resolve(group) if ctx is None else ctx.control
-    with Refusing(NAME, control), control.lock, torch.no_grad():
+    with torch.no_grad(), Refusing(NAME, control), control.lock:
         wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, scatter)
         width = math.prod(x.shape[x.sparse_dim() :])
         if ctx is None:
             ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
-        return _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
+        made = _padded(ctx, x, op, max_nnz, scatter) if mode == "padded" else _exact(ctx, x, op, scatter)
+    with torch.no_grad():
+        return _result(x, *made)
 
 
 def _context(
@@ -411,6 +413,10 @@ def _context(
         entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
     most = countable(control.size, entries)
     return kept(key, control, {"rows": max(entries, ROW)}, make, most)  # type: ignore[no-any-return]
+
+
+#: What a call comes to: ids, values, whether they are coalesced, and the context where they are those of this rank's rows.
+Made = tuple[torch.Tensor, torch.Tensor, bool, SparseAllReduceContext | None]
 
 
 def _result(
@@ -441,7 +447,7 @@ def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, sca
     return owned
 
 
-def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> torch.Tensor:
+def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> Made:
     if ctx.world.executor.is_capturing():
         raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
@@ -459,14 +465,14 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
     owned = _begin(ctx, x, op, "exact", scatter)
     with ctx.begun():
         y = ctx.run(pending, values, union, op, owned, False)
-    return _result(x, pending.table.ids[:union], y, True, ctx if scatter else None)
+    return pending.table.ids[:union], y, True, ctx if scatter else None
 
 
-def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> torch.Tensor:
+def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int | None, scatter: bool) -> Made:
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
     pending = ctx.pending_of(ids, capacity, table_rows, scatter)
     owned = _begin(ctx, x, op, "padded", scatter)
     with ctx.begun():
         y = ctx.run(pending, values, ctx.size * capacity, op, owned, True)
-    return _result(x, pending.table.ids, y, False, ctx if scatter else None)
+    return pending.table.ids, y, False, ctx if scatter else None

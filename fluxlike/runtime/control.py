@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from . import env, wire
-from .errors import CallMismatch, PeerTimeout
+from .errors import CallMismatch, PeerTimeout, heard
 
 if TYPE_CHECKING:
     from .calls import CallBoard
@@ -141,6 +141,8 @@ class ControlGroup:
         self.spanning = 0
         #: How many calls this rank has refused for their arguments; see `ops.refusals`.
         self.refused = 0
+        #: How many calls between nodes it has made or refused since a context for them was made.
+        self.between = 0
         #: The ranks of the group on this node; this itself where that is all of them.
         self.local: ControlGroup = self
         #: The group whose ranks on this node these are; this itself where they are all of one.
@@ -268,12 +270,16 @@ class ControlGroup:
 
     def _meet(self, value: Any, what: str) -> list[Any]:
         """What every rank came for, its value, its clocks and its state. CallMismatch if a rank must be told that they differ."""
-        self._rejoin()
-        state = None if self.board is None else self.board.state()
-        if self.board is not None:
-            self.board.meet(what)
-        known = None if observer is None else observer.publish().tolist()
-        return self._exchange((what, value, known, state))
+        try:
+            self._rejoin()
+            state = None if self.board is None else self.board.state()
+            if self.board is not None:
+                self.board.meet(what)
+            known = None if observer is None else observer.publish().tolist()
+            return self._exchange((what, value, known, state))
+        except (PeerTimeout, CallMismatch) as error:
+            heard(error, self.name)
+            raise
 
     def _rejoin(self) -> None:
         """End a meeting that this rank has left: the others come to it first, and learn there what this one has raised."""
@@ -363,10 +369,11 @@ class ControlGroup:
         for index, (_, failure) in enumerate(said):
             if failure is None:
                 continue
-            if error is not None:
-                raise error
-            kind: type[Exception] = _RAISED.get(failure[0], RuntimeError)
-            raise kind(f"rank {self.ranks[index]} failed, so no rank goes on: {failure[1]}")
+            if error is None:
+                kind: type[Exception] = _RAISED.get(failure[0], RuntimeError)
+                error = kind(f"rank {self.ranks[index]} failed, so no rank goes on: {failure[1]}")
+            heard(error, self.name)
+            raise error
         for index, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise ValueError(

@@ -73,12 +73,13 @@ class DryControl:
     """`ControlGroup` of ranks that all say the same, on so many nodes."""
 
     name = "dry"
+    is_forked = False
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         self.rank, self.size, self.ranks, each = rank, size, list(range(size)), size // nodes
         self.lock, self.board = threading.RLock(), DryBoard()
         self.nodes = [self.ranks[node * each : (node + 1) * each] for node in range(nodes)]
-        self.node, self.spans, self.spanning, self.refused = rank // each, nodes > 1, 0, 0
+        self.node, self.spans, self.spanning, self.refused, self.between = rank // each, nodes > 1, 0, 0, 0
         self.local = DryControl(rank % each, each) if self.spans else self
         self.whole = self
         self.local.whole = self

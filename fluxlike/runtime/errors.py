@@ -1,16 +1,18 @@
 """The errors of the library. What the caller did wrong is a ValueError, what the machine lacks a RuntimeError."""
 
-_HEARD = "fluxlike_peers_have_heard"
+_HEARD = "heard_by"
 
 
-def heard(error: BaseException) -> None:
-    """The other ranks have been told that this rank fails with ``error``; whatever it passes on its way up need not tell them."""
-    setattr(error, _HEARD, True)
+def heard(error: BaseException, group: str) -> None:
+    """The ranks of a group, by its name, know that this one fails with ``error``; what it passes on its way need not tell them."""
+    error.__dict__.setdefault(_HEARD, set()).add(group)
 
 
-def is_heard(error: BaseException) -> bool:
-    """Whether they have; those of PeerTimeout and CallMismatch come from them, or reach them in other ways."""
-    return isinstance(error, (PeerTimeout, CallMismatch)) or hasattr(error, _HEARD)
+def is_heard(error: BaseException, group: str) -> bool:
+    """Whether they know."""
+    groups: set[str] | None = getattr(error, _HEARD, None)
+    # of which no group is known all ranks raise
+    return isinstance(error, (PeerTimeout, CallMismatch)) if groups is None else group in groups
 
 
 class PeerTimeout(RuntimeError):

@@ -187,13 +187,6 @@ class World:
             raise self._made_since(group)
         return known
 
-    def known(self, group: dist.ProcessGroup | None) -> ControlGroup | None:
-        """The control group of a torch group, if it is there already; alone."""
-        if group is None or group is self.control.group:
-            return self.control
-        found = self._controls.get(getattr(group, "group_name", ""))
-        return found if found is not None and found.group is group else None
-
     def _made_since(self, group: dist.ProcessGroup) -> RuntimeError:
         return RuntimeError(
             f"the torch group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)} was made after groups that "
