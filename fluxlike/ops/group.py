@@ -150,6 +150,8 @@ class GroupContext(Held):
         self.world.contexts.append(self)
         self.board.members.append(self)
         self.control.barrier(f"making {self.label}")
+        if not self.control.keeping:
+            self.board.apart = None
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 
@@ -415,6 +417,8 @@ class GroupContext(Held):
         for context in together:
             context._end()
         everyone, mismatch = self.control.part(f"closing {self.label}")
+        if everyone and not self.control.keeping:
+            self.board.apart = None
         for context in together:
             self.board.members.remove(context)
             if everyone:

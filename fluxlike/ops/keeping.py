@@ -45,6 +45,17 @@ def as_many(op: str, control: ControlGroup) -> None:
             )
 
 
+def in_step(control: ControlGroup) -> None:
+    """Raise again how the ranks of a node got out of step, unless a program has made or closed a context since.
+
+    They were told in different calls. If they met in the making of a context for their next ones, as if nothing had been, these
+    would be different ones, too.
+    """
+    if control.board is not None and control.board.apart is not None:
+        control.catch_up()
+        raise control.board.apart
+
+
 def kept(
     key: Hashable, control: ControlGroup, sizes: dict[str, int], make: Callable[[dict[str, int]], Any], most: int
 ) -> Any:
@@ -69,6 +80,7 @@ def kept(
             f"a context for {sizes} must be made, which a CUDA graph capture cannot do; run this call once before the capture, or "
             "pass a context of fluxlike.create_…_context"
         )
+    in_step(control)
     own = wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}
@@ -78,6 +90,7 @@ def kept(
         control.agree(f"replacing {context.label}", wanted | {"captured": context.captured}, failure)
         if not context.captured:
             context.close()
+    before, control.keeping = control.keeping, True
     try:
         context = make(wanted)
     except PeerTimeout:
@@ -86,6 +99,8 @@ def kept(
         if own == wanted:
             raise
         context = make(own)
+    finally:
+        control.keeping = before
     this.cached[key] = context
     context.keep()
     return context

@@ -21,7 +21,7 @@ from ..runtime.control import ControlGroup
 from . import exchange, sparse_index, tiling, validate
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import resolve
-from .keeping import kept
+from .keeping import in_step, kept
 from .refusals import Refusing, check_context
 from .sparse_arguments import NAME, check, check_ids, countable, wire_of
 from .sparse_index import HEAD, ROW, room
@@ -410,6 +410,7 @@ def _context(
     if known is not None and mode == "exact" and known.fits({}):
         return known  # type: ignore[no-any-return]
     if mode == "exact" and not world.current().executor.is_capturing():
+        in_step(control)
         entries = max(control.gather(entries, f"sizing {NAME} of {width} columns, {dtype}, {wire} on the wire"))
     most = countable(control.size, entries)
     return kept(key, control, {"rows": max(entries, ROW)}, make, most)  # type: ignore[no-any-return]

@@ -87,6 +87,8 @@ class CallBoard:
         self.made = 0
         #: How often the ranks have been brought into step again, the same number on all of them.
         self.mended = 0
+        #: How the ranks got out of step: calls without a context may be of different ones until a program makes or closes one.
+        self.apart: CallMismatch | None = None
         #: The open contexts of the group; all of them fail when its ranks are out of step.
         self.members: list[Member] = []
 
@@ -201,6 +203,7 @@ class CallBoard:
             "fluxlike.finalize and fluxlike.init on all ranks"
         )
         self.freeze()
+        self.apart = error
         for member in list(self.members):
             member.stop(error)
         return error
@@ -209,6 +212,10 @@ class CallBoard:
         """A call of this rank has failed: no more is written or compared until the next meeting of all ranks."""
         self.frozen = True
         self._heads[self._me][_FROZEN] = 1
+
+    def all_told(self) -> bool:
+        """Whether every other rank has been told of a failure since it last met the others."""
+        return all(head[_FROZEN] for _, head, _ in self._peers)
 
     # -- meetings -------------------------------------------------------------------------------------------------------
 

@@ -143,6 +143,8 @@ class ControlGroup:
         self.refused = 0
         #: How many calls between nodes it has made or refused since a context for them was made.
         self.between = 0
+        #: Inside of `ops.keeping.kept`: what is made is for a call, and no program has asked for it.
+        self.keeping = False
         #: The ranks of the group on this node; this itself where that is all of them.
         self.local: ControlGroup = self
         #: The group whose ranks on this node these are; this itself where they are all of one.
@@ -280,6 +282,17 @@ class ControlGroup:
         except (PeerTimeout, CallMismatch) as error:
             heard(error, self.name)
             raise
+
+    def catch_up(self) -> None:
+        """`_rejoin`, of a rank that will not come to another meeting, if one waits for it there and has not been told why."""
+        deadline, pause = time.monotonic() + self.patience(), 1e-4
+        with self.lock, contextlib.suppress(PeerTimeout):
+            while self._begun is not None and self.board is not None and not self._begun[0].is_completed():
+                if self.board.all_told() or time.monotonic() > deadline:
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02)
+            self._rejoin()
 
     def _rejoin(self) -> None:
         """End a meeting that this rank has left: the others come to it first, and learn there what this one has raised."""

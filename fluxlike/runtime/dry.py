@@ -51,6 +51,7 @@ class DryBoard:
 
     def __init__(self) -> None:
         self.made = self.mended = 0
+        self.apart: None = None
         self.members: list[Any] = []
 
     def call(self, text: str) -> None:
@@ -73,7 +74,7 @@ class DryControl:
     """`ControlGroup` of ranks that all say the same, on so many nodes."""
 
     name = "dry"
-    is_forked = False
+    is_forked = keeping = False
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         self.rank, self.size, self.ranks, each = rank, size, list(range(size)), size // nodes
