@@ -282,7 +282,7 @@ def test_check(capsys):
     passed = [f"model: {path} is passed over: it is of gemm_rs, not of ag_gemm" for path in RECORDS[:2]]
     printed = said.out.splitlines()
     assert said.err.splitlines() == passed and len(printed) == 2 + 14 + 3 and printed[-1].startswith("copy_engine: off by ")
-    assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 1
+    assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 2
     assert "no record of gemm_rs with times in" in capsys.readouterr().err
 
 
@@ -296,10 +296,10 @@ def test_check(capsys):
 def test_records_of_what_is_not_modelled(facts, said, capsys, tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(json.loads(RECORDS[0].read_text()) | facts))
-    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert model.main(["gemm_rs", "--check", str(path)]) == 2
     assert capsys.readouterr().err == f"model: {path} {said}\n"
     split = ROOT / "docs/measured/2026-11-22-gemm_rs-nodes-2x1.json"
-    assert model.main(["gemm_rs", "--check", str(split)]) == 1 and "on 2 nodes" in capsys.readouterr().err
+    assert model.main(["gemm_rs", "--check", str(split)]) == 2 and "on 2 nodes" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -313,7 +313,7 @@ def test_what_is_no_record(text, capsys, tmp_path):
     path = tmp_path / "record.json"
     if text is not None:
         path.write_text(text)
-    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert model.main(["gemm_rs", "--check", str(path)]) == 2
     assert f"model: {path} is no record of bench" in capsys.readouterr().err
 
 
@@ -324,14 +324,15 @@ def test_a_record_without_times_is_none_to_check(capsys, tmp_path):
         for method in shape["methods"].values():
             method["ms"] = None
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert model.main(["ag_gemm", "--check", str(tmp_path / "record.json")]) == 1
+    assert model.main(["ag_gemm", "--check", str(tmp_path / "record.json")]) == 2
     assert "no record of ag_gemm with times in" in capsys.readouterr().err
 
 
 def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    assert model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", "--plot", str(tmp_path / "m.what")]) == 1
-    assert capsys.readouterr().err.startswith("model: Format 'what' is not supported")
+    with pytest.raises(SystemExit) as end:
+        model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", "--plot", str(tmp_path / "m.what")])
+    assert end.value.code == 2 and "m.what': matplotlib writes no .what; take one of " in capsys.readouterr().err
 
 
 def test_no_picture_without_an_exchange(capsys, tmp_path):
@@ -383,6 +384,6 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
     ],
 )
 def test_wrong_arguments(arguments, said, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         model.parse(["gemm_rs", *arguments])
-    assert said in capsys.readouterr().err
+    assert end.value.code == 2 and said in capsys.readouterr().err

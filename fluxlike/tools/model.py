@@ -200,7 +200,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike model",
         description="Predicts gemm_rs and ag_gemm on clusters that are not there, by discrete events.",
-        epilog="What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in one direction.",
+        epilog="Exit status: 1 if a file that was asked for could not be made; 2 for wrong arguments, or records that cannot be "
+        "read or are of calls that are not modelled. What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in "
+        "one direction.",
     )
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, as 1,2,4 (1,2,4,8)")
@@ -245,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
             found = compared(asked.op, asked.check, cluster)
         except ValueError as error:
             print(f"model: {error}", file=sys.stderr)
-            return 1
+            return 2
         print("\n".join(check_lines(found)))
         return 0
     rows = list(predicted(cluster, asked.nodes, asked.calls))
@@ -256,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         if asked.json:
             topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
         why = draw(rows, Path(asked.plot)) if asked.plot else None
-    except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
+    except OSError as error:
         why = str(error)
     if why:
         print(f"model: {why}", file=sys.stderr)
