@@ -233,6 +233,18 @@ def test_the_table_of_more_nodes(capsys):
 # the tool
 
 
+def test_sizes_that_a_call_may_have():
+    """Fewer rows or columns than ranks, of which some have none; and what only the parts of a rank must fit."""
+    most = 2147418112
+    assert [call.m for call in model.parse(["gemm_rs", "--shapes", f"1x1x1,3x1x2,{most}x8x{8 * most}"]).calls] == [1, 3, most]
+    (call,) = model.parse(["ag_gemm", "--nodes", "2", "--shapes", f"{most}x{16 * most}x8"]).calls
+    assert call.n == 16 * most
+    for sizes, said in (((most + 1, 8, 8), "M"), ((8, 8, most + 1), "K"), ((8, 16 * most + 1, 8), "N/R")):
+        with pytest.raises(ValueError, match=f"{said}={most + 1} is more than {most}, up to which kernels count; split the call"):
+            model.possible(Call("ag_gemm", *sizes), 16)
+    assert events.predict(Cluster(1, 8), Call("gemm_rs", 3, 1, 2), "flat").seconds > 0
+
+
 def test_table_json_and_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     files = ["--json", str(tmp_path / "m.json"), "--plot", str(tmp_path / "m.png")]
@@ -375,6 +387,9 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
         (["--net-us", "nan"], "--net-us nan must not be below 0"),
         (["--tflops", "inf"], "--tflops inf must be above 0 and finite"),
         (["--shapes", "1x2"], "--shapes: '1x2' is not a shape"),
+        (["--shapes", "2147418113x8x8"], "2147418113x8x8: M=2147418113 is more than 2147418112, up to which kernels count; split"),
+        (["--shapes", "8x2147418113x8"], "8x2147418113x8: N=2147418113 is more than"),
+        (["--nodes", "2,1", "--shapes", "8x8x17179344897"], "8x8x17179344897: K/R=2147418113 is more than"),
         (["--plot", "noext"], "argument --plot: 'noext' is without a format; name a file, such as noext.png"),
         (["--check", "r.json", "--nodes", "1"], "--check prints how records of one node compare; leave out --nodes"),
         (["--check", "r.json", "--gpus-per-node", "4"], "leave out --gpus-per-node"),

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..kernels.tiles import cdiv
+from ..ops import validate
 from . import command, topo
 from .bench_records import told
 from .bench_report import cell, efficiency, nodes_of
@@ -196,6 +198,16 @@ def as_json(row: Row) -> dict[str, Any]:
     return asdict(row.call) | where | figures | {"network_bytes": made.network}
 
 
+def possible(call: Call, ranks: int) -> None:
+    """ValueError if the operations refuse a call on so many ranks, which they do only where a side of an operand is too long.
+
+    Any other size from 1 on is one that a call may have: of fewer rows or columns than ranks some ranks have none.
+    """
+    split = {"N": call.n, "K/R": cdiv(call.k, ranks)} if call.op == "gemm_rs" else {"N/R": cdiv(call.n, ranks), "K": call.k}
+    for name, size in {"M": call.m, **split}.items():
+        validate.countable(f"{call.m}x{call.n}x{call.k}", name, size)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike model",
@@ -233,6 +245,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--nodes {wrong[0]} of {asked.gpus_per_node} GPUs are not 1 to {MOST} GPUs; ask for as many")
     command.read_shapes(parser, asked)
     asked.calls = [Call(asked.op, p.m, p.n, p.k) for p in asked.shapes] if asked.shapes else published(asked.op)
+    try:
+        for call in asked.calls:
+            possible(call, asked.gpus_per_node * min(asked.nodes))
+    except ValueError as error:
+        parser.error(f"--shapes: {error}")
     return asked
 
 
