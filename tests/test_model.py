@@ -233,6 +233,18 @@ def test_the_table_of_more_nodes(capsys):
 # the tool
 
 
+def test_sizes_that_a_call_may_have():
+    """Fewer rows or columns than ranks, of which some have none; and what only the parts of a rank must fit."""
+    most = 2147418112
+    assert [call.m for call in model.parse(["gemm_rs", "--shapes", f"1x1x1,3x1x2,{most}x8x{8 * most}"]).calls] == [1, 3, most]
+    (call,) = model.parse(["ag_gemm", "--nodes", "2", "--shapes", f"{most}x{16 * most}x8"]).calls
+    assert call.n == 16 * most
+    for sizes, said in (((most + 1, 8, 8), "M"), ((8, 8, most + 1), "K"), ((8, 16 * most + 1, 8), "N/R")):
+        with pytest.raises(ValueError, match=f"{said}={most + 1} is more than {most}, up to which kernels count; split the call"):
+            model.possible(Call("ag_gemm", *sizes), 16)
+    assert events.predict(Cluster(1, 8), Call("gemm_rs", 3, 1, 2), "flat").seconds > 0
+
+
 def test_table_json_and_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     files = ["--json", str(tmp_path / "m.json"), "--plot", str(tmp_path / "m.png")]
@@ -282,7 +294,7 @@ def test_check(capsys):
     passed = [f"model: {path} is passed over: it is of gemm_rs, not of ag_gemm" for path in RECORDS[:2]]
     printed = said.out.splitlines()
     assert said.err.splitlines() == passed and len(printed) == 2 + 14 + 3 and printed[-1].startswith("copy_engine: off by ")
-    assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 1
+    assert model.main(["gemm_rs", "--check", str(RECORDS[2])]) == 2
     assert "no record of gemm_rs with times in" in capsys.readouterr().err
 
 
@@ -296,10 +308,10 @@ def test_check(capsys):
 def test_records_of_what_is_not_modelled(facts, said, capsys, tmp_path):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(json.loads(RECORDS[0].read_text()) | facts))
-    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert model.main(["gemm_rs", "--check", str(path)]) == 2
     assert capsys.readouterr().err == f"model: {path} {said}\n"
     split = ROOT / "docs/measured/2026-11-22-gemm_rs-nodes-2x1.json"
-    assert model.main(["gemm_rs", "--check", str(split)]) == 1 and "on 2 nodes" in capsys.readouterr().err
+    assert model.main(["gemm_rs", "--check", str(split)]) == 2 and "on 2 nodes" in capsys.readouterr().err
 
 
 BROKEN = [
@@ -313,7 +325,7 @@ def test_what_is_no_record(text, capsys, tmp_path):
     path = tmp_path / "record.json"
     if text is not None:
         path.write_text(text)
-    assert model.main(["gemm_rs", "--check", str(path)]) == 1
+    assert model.main(["gemm_rs", "--check", str(path)]) == 2
     assert f"model: {path} is no record of bench" in capsys.readouterr().err
 
 
@@ -324,14 +336,15 @@ def test_a_record_without_times_is_none_to_check(capsys, tmp_path):
         for method in shape["methods"].values():
             method["ms"] = None
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert model.main(["ag_gemm", "--check", str(tmp_path / "record.json")]) == 1
+    assert model.main(["ag_gemm", "--check", str(tmp_path / "record.json")]) == 2
     assert "no record of ag_gemm with times in" in capsys.readouterr().err
 
 
 def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):
     pytest.importorskip("matplotlib")
-    assert model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", "--plot", str(tmp_path / "m.what")]) == 1
-    assert capsys.readouterr().err.startswith("model: Format 'what' is not supported")
+    with pytest.raises(SystemExit) as end:
+        model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", "--plot", str(tmp_path / "m.what")])
+    assert end.value.code == 2 and "m.what': matplotlib writes no .what; take one of " in capsys.readouterr().err
 
 
 def test_no_picture_without_an_exchange(capsys, tmp_path):
@@ -374,6 +387,9 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
         (["--net-us", "nan"], "--net-us nan must not be below 0"),
         (["--tflops", "inf"], "--tflops inf must be above 0 and finite"),
         (["--shapes", "1x2"], "--shapes: '1x2' is not a shape"),
+        (["--shapes", "2147418113x8x8"], "2147418113x8x8: M=2147418113 is more than 2147418112, up to which kernels count; split"),
+        (["--shapes", "8x2147418113x8"], "8x2147418113x8: N=2147418113 is more than"),
+        (["--nodes", "2,1", "--shapes", "8x8x17179344897"], "8x8x17179344897: K/R=2147418113 is more than"),
         (["--plot", "noext"], "argument --plot: 'noext' is without a format; name a file, such as noext.png"),
         (["--check", "r.json", "--nodes", "1"], "--check prints how records of one node compare; leave out --nodes"),
         (["--check", "r.json", "--gpus-per-node", "4"], "leave out --gpus-per-node"),
@@ -383,6 +399,6 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
     ],
 )
 def test_wrong_arguments(arguments, said, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as end:
         model.parse(["gemm_rs", *arguments])
-    assert said in capsys.readouterr().err
+    assert end.value.code == 2 and said in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_without_gpus(monkeypatch, capsys):
 
 
 def test_a_machine_that_is_too_large_is_refused_before_it_is_shown(capsys):
-    assert topo.main(["ring-17"]) == 1
+    assert topo.main(["ring-17"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "plans are made for up to 16" in said.err
     with pytest.raises(SystemExit):
@@ -362,9 +362,32 @@ def test_a_matrix_is_saved_where_it_is_found(monkeypatch, capsys, tmp_path):
 
 
 def test_errors_are_lines(capsys, tmp_path):
-    assert topo.main(["p4d"]) == 1 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
+    """The status is 2 where what was asked for is wrong, and 1 where a file cannot be written."""
+    assert topo.main(["p4d"]) == 2 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
+    assert topo.main(["p3.8xlarge", "--k", "0"]) == topo.main(["p3.8xlarge", "--roots", "9"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("topo: no topology is called 'p4d'") and "Is a directory" in said[1] and len(said) == 2
+    assert said[0].startswith("topo: no topology is called 'p4d'") and "Is a directory" in said[1]
+    assert said[2:] == [
+        "topo: k=0 is not a whole number of trees, 1 or more",
+        "topo: roots=[9] must name GPUs, from 0 to 3, one at least",
+    ]
+
+
+def test_a_picture_of_a_kind_that_there_is_not(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit) as end:
+        topo.main(["p3.8xlarge", "--png", str(tmp_path / "x.what")])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and "x.what': matplotlib writes no .what; take one of " in said.err and ", png, " in said.err
+    assert not said.out and topo.main(["p3.8xlarge", "--png", str(tmp_path / "x.PNG")]) == 0
+
+
+@pytest.mark.parametrize("tool", ("topo", "model"))
+def test_help_says_the_exit_statuses(tool, capsys):
+    with pytest.raises(SystemExit) as end:
+        fluxlike_main([tool, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and "Exit status: 1 if " in said and "; 2 for wrong arguments, or " in said
 
 
 @pytest.mark.parametrize("more", (["--objective", "mxnet"], ["--backtrack"], ["--link-usage-penalty", "0.5"], ["--k", "0"]))

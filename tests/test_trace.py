@@ -23,8 +23,8 @@ from fluxlike.kernels import trace as kernel
 from fluxlike.kernels.tiles import cdiv, py_dealt, py_lane_share
 from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
+from fluxlike.tools import once, trace_events, trace_report
 from fluxlike.tools import trace as tool
-from fluxlike.tools import trace_events, trace_report
 from fluxlike.tools.bench_report import Shape
 from fluxlike.tools.trace_events import Program, Span, Timeline
 
@@ -291,7 +291,7 @@ def test_a_rank_without_rows(op, schedule) -> None:
 
 
 def tool_runs(group, out: str) -> list[int]:
-    """Exit statuses: all is well; a result is wrong on one rank."""
+    """Exit statuses: all is well; a result is wrong on one rank; all is well; the ranks do not divide the second shape."""
     found = [tool.main(["gemm_rs", "--shapes", "64x48x32", "--schedule", "copy_engine", "--out", out, "--calls", "1"])]
     right = fluxlike.gemm_rs
 
@@ -302,14 +302,16 @@ def tool_runs(group, out: str) -> list[int]:
     fluxlike.gemm_rs = wrong
     found.append(tool.main(["gemm_rs", "--shapes", "64x32x32", "--out", out]))
     fluxlike.gemm_rs = right
-    found.append(tool.main(["ag_gemm", "--shapes", "64x48x32,63x48x32", "--schedule", "in_kernel", "--out", out]))
-    return found
+    found.append(tool.main(["ag_gemm", "--shapes", "64x48x32", "--schedule", "in_kernel", "--out", out]))
+    with pytest.raises(SystemExit) as leaving:
+        tool.main(["ag_gemm", "--shapes", "64x32x32,63x48x32", "--schedule", "in_kernel", "--out", out])
+    return [*found, leaving.value.code]
 
 
 def test_the_tool(tmp_path) -> None:
     outcomes = run_fresh(tool_runs, 2, out=str(tmp_path / "new" / "place"))
     assert all(outcome.ok for outcome in outcomes), outcomes
-    assert [outcome.value for outcome in outcomes] == [[0, 1, 1]] * 2
+    assert [outcome.value for outcome in outcomes] == [[0, 1, 0, 2]] * 2
     files = {path.name for path in (tmp_path / "new" / "place").iterdir()}
     names = {"gemm_rs-64x48x32-R2-copy_engine", "ag_gemm-64x48x32-R2-in_kernel"}
     assert {file for file in files if file.endswith(".json")} == {f"{name}.json" for name in names}
@@ -326,6 +328,28 @@ def test_arguments(argv, capsys, monkeypatch) -> None:
     with pytest.raises(SystemExit) as leaving:
         tool.parse(argv)
     assert leaving.value.code == 2 and capsys.readouterr().err
+
+
+@pytest.mark.skipif(TORCHRUN, reason="the ranks are those that there are")
+@pytest.mark.parametrize(
+    ("more", "said"),
+    (
+        (["--shapes", "96x48x32,64x48x32"], "--shapes: 64×48×32: R=3 does not divide M=64;"),
+        ([], "--shapes: 8192×57344×8192: R=3 does not divide M=8192 and N=57344;"),
+    ),
+    ids=("given", "usual"),
+)
+def test_sizes_that_the_ranks_do_not_divide(more, said, capsys, monkeypatch) -> None:
+    """Refused before ranks meet, also where they are the usual ones of GPUs; one rank says so."""
+    monkeypatch.setattr(once, "GRACE_S", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not more)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(SystemExit) as leaving:
+            tool.main(["ag_gemm", *more, "--out", ""])
+        err = capsys.readouterr().err
+        assert leaving.value.code == 2 and (said in err if local == "0" else err == ""), err
 
 
 # arithmetic

@@ -1,8 +1,9 @@
-"""`tools.turns`: how ways take turns, and what is written of them; and what tutorial 8 writes."""
+"""`tools.turns`: how ways take turns, and what is written of them; what tutorial 8 writes, and what 11 and 12 refuse."""
 
 import argparse
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.tools import turns
+from fluxlike.tools import once, turns
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +68,28 @@ def tutorial(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("11_prefill_70b", ["--kv_heads", "4"], "3 ranks do not divide all of --kv_heads 4, --tokens 48, --inner 96; give others"),
+        ("12_async_tp", ["--kv_heads", "4"], "3 ranks do not divide all of --kv_heads 4, --tokens 48, --inner 96; give others"),
+        ("11_prefill_70b", ["--kv_heads", "3", "--layers", "0"], "--layers 0: 0 is as many as a GPU has memory for; without"),
+    ],
+)
+def test_sizes_that_tutorials_refuse(name, arguments, said, monkeypatch, capsys):
+    """Before ranks meet, and by one of them."""
+    monkeypatch.setattr(once, "GRACE_S", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name, "--tokens", "48", "--inner", "96", *arguments])
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for local in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / "tutorials" / f"{name}.py"), run_name="__main__")
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and (f": error: {said}" in err if local == "0" else err == ""), err
 
 
 def prefilled(group):

@@ -166,11 +166,6 @@ def errors(ways: dict[str, Way], layers: list[Layer], args: argparse.Namespace, 
 def main(args: argparse.Namespace) -> int:
     rank, ranks, cuda = dist.get_rank(), dist.get_world_size(), torch.cuda.is_available()
     say = print if rank == 0 else lambda *_: None
-    if args.kv_heads % ranks or args.tokens % ranks or args.inner % ranks:
-        sizes = f"--kv_heads {args.kv_heads}, --tokens {args.tokens} and --inner {args.inner}"
-        raise SystemExit(f"{ranks} ranks do not divide all of {sizes}; give others, or another --nproc to launch.sh")
-    if args.layers < 1 and not cuda:
-        raise SystemExit("--layers 0 is as many as a GPU has memory for; without GPUs give a number above 0")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     x, layers = make(args, device)
     contexts: dict[str, Any] = {}
@@ -209,6 +204,9 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", metavar="FILE", help="write a record there, as JSON")
     args = parser.parse_args()
+    turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
+    if args.layers < 1 and not torch.cuda.is_available():
+        parser.error(f"--layers {args.layers}: 0 is as many as a GPU has memory for; without GPUs give a number above 0")
     fluxlike.init()
     try:
         status = main(args)

@@ -167,9 +167,6 @@ def results(run: Callable, model: nn.Module, x: torch.Tensor, dy: torch.Tensor) 
 def main(args: argparse.Namespace) -> int:
     rank, ranks, cuda = dist.get_rank(), dist.get_world_size(), torch.cuda.is_available()
     say = print if rank == 0 else lambda *_: None
-    if args.kv_heads % ranks or args.tokens % ranks or args.inner % ranks:
-        sizes = f"--kv_heads {args.kv_heads}, --tokens {args.tokens} and --inner {args.inner}"
-        raise SystemExit(f"{ranks} ranks do not divide all of {sizes}; give others, or another --nproc to launch.sh")
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     dtype, exact = (torch.bfloat16, torch.float32) if cuda else (torch.float32, torch.float64)
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("tp",))["tp"]
@@ -223,6 +220,7 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", metavar="FILE", help="write a record there, as JSON")
     args = parser.parse_args()
+    turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
     fluxlike.init()
     try:
         status = main(args)

@@ -16,10 +16,20 @@ def sparse_allreduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """The average over the ranks of a bucket of gradients: of a sparse one by `sparse_all_reduce`, of dense ones by torch.
 
-    ``ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)``, with the group of ``ddp``; None is that of all ranks. A
-    sparse gradient has a bucket of its own; if its parameter has a context (`fluxlike.nn.Embedding`), its ids may have gone ahead.
+    ``ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)``; DistributedDataParallel then calls it, on all ranks, in each
+    backward.
 
-    Raises what `sparse_all_reduce_` raises.
+    Args:
+        group: that of ``ddp``; None is that of all ranks, also where fluxlike.init was given another.
+        bucket: of one parameter whose gradient is sparse: COO, [N, D] of an embedding, bfloat16, float16 or float32, of one shape
+            on all ranks, with any ids. If the parameter has a context (`fluxlike.nn.Embedding`), its ids may have gone ahead. Or
+            of dense gradients: flat, of any dtype that torch's own hook takes.
+
+    Returns:
+        A future of the averages, of the shape and dtype of ``bucket.buffer()``; sparse ones are coalesced, and the future is done.
+
+    Raises:
+        What `sparse_all_reduce_` raises, in ``backward()``; ValueError also where ranks of ``group`` are not in fluxlike's group.
     """
     x = bucket.buffer()
     if not x.is_sparse:

@@ -112,7 +112,21 @@ class Trace:
 
 
 def begin(context: "Context") -> Trace:
-    """Trace the calls of ``context`` from now on. Its kernels are compiled anew, with `kernels.trace` in them."""
+    """Trace the calls of ``context`` on this rank from now on. Its kernels are compiled anew, with `kernels.trace` in them.
+
+    ``recorder = trace.begin(ctx)``, then calls, then ``recorder.read()``: see docs/trace.md.
+
+    Args:
+        context: of `create_gemm_rs_context` or `create_ag_gemm_context`, on one node, of any dtype. What is noted: of a call by
+            schedule "copy_engine" or "in_kernel", as 64-bit words [rows, WIDTH + R] on its device, a row for each tile, program,
+            task of a push and part of a shared tile.
+
+    Returns:
+        Where to `Trace.read` the last call: times in nanoseconds of the kernels' clock, and what relates it to the host's.
+
+    Raises:
+        Nothing here. A call that is captured in a CUDA graph, and `Trace.read` where nothing was traced, are a RuntimeError.
+    """
     context.forget_plans()
     context.trace = Trace(context)
     return context.trace

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 import fluxlike
 
 from ..runtime import world
@@ -75,6 +77,19 @@ def refuse_large(parser: argparse.ArgumentParser, shapes: Iterable[Any], cuda: b
     for shape in shapes:
         if not cuda and kind.work(shape) > most:
             parser.error(f"--shapes: {shape} would take hours in the interpreter; without GPUs {kind.LARGEST} is the most")
+
+
+def ranks() -> int:
+    """How many there are, as the launcher says; of a process group that is there already, its own."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_uneven(parser: argparse.ArgumentParser, shapes: Iterable[Any], kind: type[Problem]) -> None:
+    """Ends the process if the ranks do not divide one of ``shapes``, before they meet."""
+    for shape in shapes:
+        why = kind.unfit(shape, ranks())
+        if why is not None:
+            parser.error(f"--shapes: {shape}: {why}")
 
 
 def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..kernels.tiles import cdiv
+from ..ops import validate
 from . import command, topo
 from .bench_records import told
 from .bench_report import cell, efficiency, nodes_of
@@ -196,11 +198,23 @@ def as_json(row: Row) -> dict[str, Any]:
     return asdict(row.call) | where | figures | {"network_bytes": made.network}
 
 
+def possible(call: Call, ranks: int) -> None:
+    """ValueError if the operations refuse a call on so many ranks, which they do only where a side of an operand is too long.
+
+    Any other size from 1 on is one that a call may have: of fewer rows or columns than ranks some ranks have none.
+    """
+    split = {"N": call.n, "K/R": cdiv(call.k, ranks)} if call.op == "gemm_rs" else {"N/R": cdiv(call.n, ranks), "K": call.k}
+    for name, size in {"M": call.m, **split}.items():
+        validate.countable(f"{call.m}x{call.n}x{call.k}", name, size)
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike model",
         description="Predicts gemm_rs and ag_gemm on clusters that are not there, by discrete events.",
-        epilog="What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in one direction.",
+        epilog="Exit status: 1 if a file that was asked for could not be made; 2 for wrong arguments, or records that cannot be "
+        "read or are of calls that are not modelled. What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in "
+        "one direction.",
     )
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, as 1,2,4 (1,2,4,8)")
@@ -231,6 +245,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--nodes {wrong[0]} of {asked.gpus_per_node} GPUs are not 1 to {MOST} GPUs; ask for as many")
     command.read_shapes(parser, asked)
     asked.calls = [Call(asked.op, p.m, p.n, p.k) for p in asked.shapes] if asked.shapes else published(asked.op)
+    try:
+        for call in asked.calls:
+            possible(call, asked.gpus_per_node * min(asked.nodes))
+    except ValueError as error:
+        parser.error(f"--shapes: {error}")
     return asked
 
 
@@ -245,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
             found = compared(asked.op, asked.check, cluster)
         except ValueError as error:
             print(f"model: {error}", file=sys.stderr)
-            return 1
+            return 2
         print("\n".join(check_lines(found)))
         return 0
     rows = list(predicted(cluster, asked.nodes, asked.calls))
@@ -256,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         if asked.json:
             topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
         why = draw(rows, Path(asked.plot)) if asked.plot else None
-    except (OSError, ValueError) as error:  # ValueError: matplotlib knows no such format
+    except OSError as error:
         why = str(error)
     if why:
         print(f"model: {why}", file=sys.stderr)

@@ -24,7 +24,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m fluxlike topo",
         description="Prints how GPUs are linked and the trees planned for that.",
         epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}; trees are planned for up to {MOST} GPUs, or for more "
-        "on one switch. More in docs/topology.md.",
+        "on one switch. Exit status: 1 if this machine's GPUs cannot be looked at, or a file that was asked for could not be made; "
+        "2 for wrong arguments, or a topology that cannot be read or has no plan. More in docs/topology.md.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
@@ -65,13 +66,25 @@ def matrix_file(name: str) -> str:
 
 
 def picture(path: str) -> str:
-    """As the type of an argument: not what matplotlib would write under another name, with .png behind it."""
+    """As the type of an argument: not what matplotlib would write under another name, with .png behind it, or not at all."""
     folder = path.endswith("/") or Path(path).is_dir()
     if folder or not Path(path).suffix.strip("."):
         wanted = Path(path) / "picture.png" if folder else f"{path.rstrip('.')}.png"
         what = "a folder" if folder else "without a format"
         raise argparse.ArgumentTypeError(f"{path!r} is {what}; name a file, such as {wanted}")
+    known = picture_formats()
+    if known and Path(path).suffix[1:].lower() not in known:
+        raise argparse.ArgumentTypeError(f"{path!r}: matplotlib writes no {Path(path).suffix}; take one of {', '.join(known)}")
     return path
+
+
+def picture_formats() -> list[str]:
+    """Those that matplotlib writes; none where it is missing, which is said when there is something to draw."""
+    try:
+        backends = importlib.import_module("matplotlib.backend_bases")
+    except ImportError:
+        return []
+    return sorted(backends.FigureCanvasBase.get_supported_filetypes())
 
 
 def probed() -> LinkMatrix:
@@ -203,4 +216,4 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         preset = ", or name a preset: python -m fluxlike topo p3.16xlarge" if detect.REMEDY in str(error) else ""
         print(f"topo: {error}{preset}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1

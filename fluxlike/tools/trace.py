@@ -91,10 +91,7 @@ class Tracer:
         stamp = environment(arguments, "trace") if loud else {}
         status = 0
         for shape in asked.shapes or [GPU_SHAPES[asked.op] if self.device.type == "cuda" else cpu_shape(asked.op, self.peers.size)]:
-            why = PROBLEMS[self.asked.op].unfit(shape, self.peers.size)
             try:
-                if why is not None:
-                    raise Failed([why] * self.peers.size)
                 found = self.shape(shape)
                 self.peers.attempt(functools.partial(self.report, shape, *found, stamp, out) if loud else lambda: None)
             except Failed as failure:
@@ -121,7 +118,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Writes what every program of every rank did in one call, for ui.perfetto.dev and as a picture. Start it with "
         "scripts/launch.sh.",
         epilog="Exit status: 1 if a result is wrong, or nothing was traced, as where auto leaves the product to torch; 2 for wrong "
-        "arguments, or ranks on several nodes. What the lanes mean, and what it costs: docs/trace.md.",
+        "arguments, as sizes that the ranks do not divide, or ranks on several nodes. What the lanes mean, and what it costs: "
+        "docs/trace.md.",
     )
     parser.add_argument("op", choices=list(PROBLEMS))
     parser.add_argument("--shapes", help="MxNxK,MxNxK… of the whole problem (GPUs: the first of bench's headline suite)")
@@ -133,7 +131,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if asked.calls is not None and asked.calls < 1:
         parser.error(f"--calls {asked.calls} is below 1; make at least one call")
     command.read_shapes(parser, asked)
-    command.refuse_large(parser, asked.shapes or (), torch.cuda.is_available(), PROBLEMS[asked.op])
+    cuda, kind = torch.cuda.is_available(), PROBLEMS[asked.op]
+    command.refuse_large(parser, asked.shapes or (), cuda, kind)
+    command.refuse_uneven(parser, asked.shapes or ([GPU_SHAPES[asked.op]] if cuda else []), kind)  # any ranks divide `cpu_shape`
     command.writable(parser, asked.out)
     return asked
 

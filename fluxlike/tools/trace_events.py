@@ -227,7 +227,13 @@ def _step(words: Sequence[Sequence[int]]) -> int:
 
 
 class Summary(NamedTuple):
-    """A rank's call in numbers. Shares are of the time of all programs; µs of waits are the mean, and the most, of a program."""
+    """A rank's call in numbers.
+
+    ``microseconds``: from the first program's begin to the last one's end. ``compute``, ``wait``, ``store``, ``push``: shares, 0
+    to 1, of the time of all programs. ``wait_us``, ``most_wait_us``: µs that a program waits, the mean and the most.
+    ``transfer_us``: µs in which at least one transfer is under way; ``hidden``: of these the share, 0 to 1, in which some program
+    computes, or None if nothing was transferred.
+    """
 
     rank: int
     microseconds: float
@@ -251,7 +257,14 @@ class Summary(NamedTuple):
 
 
 def summary(line: Timeline) -> Summary:
-    """What a rank's time went into."""
+    """What a rank's time went into: ``print(summary(timeline(recorder.read())))`` is a line about it.
+
+    Args:
+        line: of `timeline`, in nanoseconds, with one program at least.
+
+    Raises:
+        ValueError: no programs.
+    """
     begin, end = line.begin, max(program.end for program in line.programs)
     whole = max(1, end - begin)
     share = {kind: sum(p.total(kind) for p in line.programs) / (whole * len(line.programs)) for kind in KINDS}

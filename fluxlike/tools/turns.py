@@ -4,22 +4,32 @@ As in `bench`: a chip that has just idled runs faster than a busy one, so the wa
 round that does not count. A round's time is that of the slowest rank. On the CPU heap each way runs once and there is no time.
 """
 
+import argparse
 import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..ops import tuning
+from . import command
 from .bench_peers import Peers
 from .bench_report import environment
 
 #: Milliseconds of one timing, at least; one call if it takes longer.
 ENOUGH_MS = 200.0
+
+
+def refuse_uneven(parser: argparse.ArgumentParser, args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Ends the process, before ranks meet, if they do not divide all of the sizes of ``args`` with these names."""
+    ranks = command.ranks()
+    if any(getattr(args, name) % ranks for name in names):
+        sizes = ", ".join(f"--{name} {getattr(args, name)}" for name in names)
+        parser.error(f"{ranks} ranks do not divide all of {sizes}; give others, or another --nproc to launch.sh")
 
 
 def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
