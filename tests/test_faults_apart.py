@@ -161,3 +161,34 @@ def goes_on(group, kind):
 @pytest.mark.parametrize("kind", [behind_the_call, without_a_call, taken_from_a_gather, a_failed_context])
 def test_nobody_is_told_where_no_call_is_left_out(kind):
     run_ranks(goes_on, 2, kind=kind)
+
+
+def an_unknown_id(group):
+    """Rank 1 looks up an id that its table does not have, in a forward pass that begins the exchange of ids."""
+    if device().type == "cuda":
+        pytest.skip("an id that is not there ends the process's use of a GPU")
+    rank, seen, said = dist.get_rank(group), [], ""
+    table = fluxlike.nn.Embedding(8, 4, max_ids=4, group=group)
+
+    def call(id):
+        table.zero_grad()
+        table(torch.tensor([id])).sum().backward()
+        return fluxlike.sparse_all_reduce(table.weight.grad, ctx=table.context).indices().tolist()
+
+    for id in range(6):
+        try:
+            if id == 2 and rank == 1:
+                with pytest.raises(IndexError):
+                    call(99)
+                continue
+            seen.append((id, call(id)))
+        except fluxlike.CallMismatch as error:
+            said = str(error)
+            break
+    assert "a call of sparse_all_reduce that this rank refused" in said, said
+    assert all(ids == [[id]] for id, ids in seen), f"ids of another call: {seen}"
+    told(table.close, ValueError)
+
+
+def test_an_id_that_one_rank_does_not_have():
+    run_ranks(an_unknown_id, 2)

@@ -6,6 +6,7 @@ it shows that nobody waited for them.
 
 import os
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -139,8 +140,16 @@ def operations(group, op, why):
     if why == "context":
         other = make_context("ag_gemm" if op == "gemm_rs" else "gemm_rs", "in_kernel", group)
         return call, lambda: getattr(fluxlike, op)(x, w, other)
+    if why == "warning":
+        return call, partial(warned_of, lambda: getattr(fluxlike, op)(x.requires_grad_(), group=group))
     more = (0,) if op == "reduce" else ()
     return call, lambda: getattr(fluxlike, op)(x, *more, group=group, op=dist.ReduceOp.PRODUCT)
+
+
+def warned_of(act):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return act()
 
 
 def lists(group, op, why):
@@ -215,6 +224,7 @@ LEFT_OUT = [
     (operations, ("gemm_rs", "ag_gemm", "gemm_ar"), "context", ValueError),
     (operations, ("ag_gemm",), "list", ValueError),
     (operations, ("all_reduce", "reduce_scatter", "reduce"), "reduction", ValueError),
+    (operations, ("all_reduce", "all_gather"), "warning", UserWarning),
     (lists, ("all_reduce_",), "overlap", ValueError),
     (lists, ("all_reduce",), "memory", RuntimeError),
     (sparse, ("sparse_all_reduce",), "memory", RuntimeError),

@@ -20,10 +20,10 @@ from .group import resolve, wants_gradient
 
 
 class Refusing:
-    """A ``with`` for what a call does before it begins: what raises there, an interrupt, too, leaves the call out.
+    """A ``with`` around a call: what raises in it before it has begun, an interrupt, too, leaves it out.
 
-    Behind the look at calls that come again. Of one that has begun an error has frozen the board, so nothing more is entered. What
-    has been told once is not told again, so one may be inside another.
+    The peers of one that has begun have heard of its error in another way, and so they have where it is known or agreed on. What
+    they have heard of is not told again; so one may be inside another, of what is in front of the call.
     """
 
     __slots__ = ("_control", "_op")  # one is made in every call
