@@ -220,6 +220,28 @@ def test_without_nvshmem_it_says_what_to_install(monkeypatch):
         nvshmem.start(torch.device("cuda", 0), SimpleNamespace(agree=agree), one_host=True)
 
 
+def raises(what, arguments, error=None):
+    """`ControlGroup.agree` of one rank."""
+    if error is not None:
+        raise error
+
+
+def test_nvshmem_that_does_not_start_on_a_rank(monkeypatch):
+    """The other ranks learn of it where they meet."""
+
+    def no_interface(empty):
+        raise OSError("no interface is up")
+
+    core = SimpleNamespace(get_unique_id=no_interface)
+    devices = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
+    for package, inside in (("nvshmem", core), ("cuda", devices)):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(core=inside))
+        monkeypatch.setitem(sys.modules, f"{package}.core", inside)
+    with pytest.raises(RuntimeError, match=r"cannot be started \(OSError: no interface is up\); see `python -m fluxlike doctor`"):
+        nvshmem.start(torch.device("cuda", 0), SimpleNamespace(rank=0, agree=raises), one_host=True)
+    assert not nvshmem._set
+
+
 def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     """A start for one host, then for several: what the first one set would keep the second from the network."""
     seen = []
@@ -232,7 +254,7 @@ def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     for name in (*nvshmem._ONE_HOST, *nvshmem._DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "mine")
-    control = SimpleNamespace(rank=0, size=1, agree=lambda *args: None, gather=lambda value, what: [value])
+    control = SimpleNamespace(rank=0, size=1, agree=raises, gather=lambda value, what: [value])
     before = dict(os.environ)
     nvshmem.start(torch.device("cuda", 0), control, one_host=True)
     nvshmem.stop()

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ranks import rows_slice, run_fresh
 from test_errors import refuses
 
 import fluxlike
-from fluxlike.runtime import cuda, nvshmem, racecheck, world
+from fluxlike.runtime import cuda, racecheck, world
 from fluxlike.runtime.control import ControlGroup
 
 TOO_LARGE = {"heap": "shm", "heap_bytes": 1 << 50}
@@ -213,28 +212,3 @@ def ends(group, how):
 def test_nothing_keeps_torch_groups_alive(how):
     for outcome in run_fresh(ends, 2, {"FLUXLIKE_RACECHECK": str(int(how == "checked"))}, how=how):
         assert outcome.ok and outcome.value == 0, str(outcome)
-
-
-def test_nvshmem_that_does_not_start_on_a_rank(monkeypatch):
-    """The other ranks learn of it where they meet, and the environment is as before."""
-    heard = []
-
-    class Control:
-        rank = 0
-
-        def agree(self, what, arguments, error=None):
-            heard.append(error)
-            raise error
-
-    def no_interface(empty):
-        raise OSError("no interface is up")
-
-    core = types.SimpleNamespace(get_unique_id=no_interface)
-    device = types.SimpleNamespace(Device=lambda index: types.SimpleNamespace(set_current=lambda: None))
-    for name, module in {"nvshmem": types.SimpleNamespace(core=core), "nvshmem.core": core, "cuda.core": device}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in nvshmem._ONE_HOST:
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match=r"cannot be started \(OSError: no interface is up\); see `python -m fluxlike doctor`"):
-        nvshmem.start(torch.device("cuda", 0), Control(), one_host=True)
-    assert len(heard) == 1 and not set(nvshmem._ONE_HOST) & set(os.environ)
