@@ -23,6 +23,7 @@ from fluxlike.kernels import sync
 from fluxlike.ops import choice
 from fluxlike.ops.gemm_rs import GemmRSContext
 from fluxlike.runtime import calls, world
+from fluxlike.runtime.errors import heard
 
 SOON_S = 30.0
 
@@ -205,16 +206,31 @@ def layers(group, op, why):
 
 
 def backward(group, op, why):
-    """Backward passes that follow each other, whose forward passes have been made."""
+    """Backward passes that follow each other, whose forward passes have been made. What one saved may be computed anew in it, and
+    that come to a mismatch of another group, of which the ranks of this one have not heard.
+    """
     xs = [torch.ones(4, 8, device=device(), requires_grad=True) for _ in range(10)]
-    w = torch.ones(8, 8, device=device())
-    ys = [getattr(fluxlike, op)(x, w, group=group) for x in xs]
+    w, elsewhere = torch.ones(8, 8, device=device()), []
+
+    def unpack(t):
+        if elsewhere:
+            raise elsewhere.pop()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        ys = [getattr(fluxlike, op)(x, w, group=group) for x in xs]
 
     def call(value):
         ys[value].backward(torch.full_like(ys[value], value))
         return xs[value].grad
 
-    return call, without(call, no_memory, (torch.Tensor, "contiguous"))
+    def differs():
+        error = fluxlike.CallMismatch("of another group")
+        heard(error, "another")
+        elsewhere.append(error)
+        return call(3)
+
+    return call, differs if why == "another group" else without(call, no_memory, (torch.Tensor, "contiguous"))
 
 
 #: What makes the calls, of which operations, how one raises before it has begun, and what.
@@ -233,6 +249,7 @@ LEFT_OUT = [
     (layers, ("gemm_rs", "ag_gemm"), "dtype", ValueError),
     (layers, ("gemm_rs", "ag_gemm"), "style", ValueError),
     (backward, ("gemm_rs", "ag_gemm"), "memory", RuntimeError),
+    (backward, ("gemm_rs", "ag_gemm"), "another group", fluxlike.CallMismatch),
 ]
 
 

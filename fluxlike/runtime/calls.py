@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from . import shm
 from .control import ControlGroup
-from .errors import CallMismatch
+from .errors import CallMismatch, heard
 
 CALL, MEETING = 0, 1
 #: Entries of a ring. A GPU's host may be as many launches ahead of another's as the driver queues, about a thousand.
@@ -67,7 +67,7 @@ class CallBoard:
     """This rank's view of the boards of a group. Making it is collective. Calls and meetings hold `ControlGroup.lock`."""
 
     def __init__(self, control: ControlGroup) -> None:
-        self._ranks, self._me = control.ranks, control.rank
+        self._ranks, self._me, self._name = control.ranks, control.rank, control.name
         self._memory, fd = shm.share(control.size * _BOARD, control, "the call boards")
         os.close(fd)
         self._starts = [rank * _BOARD for rank in range(control.size)]
@@ -202,6 +202,7 @@ class CallBoard:
             f"of the group of ranks {self._ranks} and make new ones; calls without a context work again after that, or after "
             "fluxlike.finalize and fluxlike.init on all ranks"
         )
+        heard(error, self._name)
         self.freeze()
         self.apart = error
         for member in list(self.members):
