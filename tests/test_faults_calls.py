@@ -6,7 +6,6 @@ it shows that nobody waited for them.
 
 import os
 import time
-import warnings
 from functools import partial
 
 import pytest
@@ -15,15 +14,12 @@ import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import LIMIT_S, OPS, call, make_context, told, works
 from ranks import LARGEST, device, run_fresh, run_ranks
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import fluxlike
 from fluxlike.kernels import sync
 from fluxlike.ops import choice
 from fluxlike.ops.gemm_rs import GemmRSContext
 from fluxlike.runtime import calls, world
-from fluxlike.runtime.errors import heard
 
 SOON_S = 30.0
 
@@ -54,236 +50,6 @@ DISAGREEMENTS = {
     "one call more": ((RS,), lambda r: call(r, 5), lambda r: None, "call 2 of context", "closing context"),
     "one call less": ((AG,), lambda a: None, lambda a: call(a, 5), "closing context", "call 2 of context"),
 }
-
-
-def call_of(op, group, value, wants, broken=False):
-    """A call without a context whose result is ``value`` times what ones give; ``broken``: one that is refused."""
-    x, w = torch.full((4, 8), float(value), device=device()), torch.ones(8, 8, device=device(), requires_grad=wants)
-    if op in ("gemm_rs", "ag_gemm", "gemm_ar"):
-        return getattr(fluxlike, op)(x.half() if broken else x, w, group=group)
-    more = {"reduce": (0,), "broadcast": (0,)}.get(op, ())
-    return getattr(fluxlike, op)(x.to_sparse() if broken else x, *more, group=group)
-
-
-def refuses_and_goes_on(group, op, wants, late):
-    """One rank leaves out a call that it refuses. No call of the others is taken for another one, and all are told."""
-    rank, settle = dist.get_rank(group), world.current().executor.synchronize
-    ones = call_of(op, group, 1, wants)
-    ones = ones.detach() if isinstance(ones, torch.Tensor) else ones
-    for attempt in range(2):  # also of calls that are known by then
-        seen = []
-        for value in range(2, 10):  # a rank that only sends may be some calls ahead
-            if value == 3 and rank == late:
-                time.sleep(0.3)
-            try:
-                y = call_of(op, group, value, wants, broken=value == 3 and rank == 1)
-                settle()
-                seen.append((value, y))
-            except ValueError as error:
-                if not isinstance(error, fluxlike.CallMismatch):
-                    assert value == 3 and rank == 1, f"{op}: {error}"
-                    continue
-                assert "rank 1" in str(error) and f"a call of {op} that this rank refused" in str(error), f"{op}: {error}"
-                break
-        else:
-            raise AssertionError(f"{op}, attempt {attempt}: rank {rank} was told nothing")
-        if device().type == "cuda" and seen:
-            seen.pop()  # what a kernel found out is raised by the call behind it
-        for value, y in seen:
-            assert y is None or torch.equal(y, ones * value), f"{op}: call {value} is of another: {y}"
-        while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:
-            pass
-        again = call_of(op, group, 1, wants)
-        assert again is None or torch.equal(again, ones)
-
-
-REFUSED = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
-
-
-@pytest.mark.parametrize("op", REFUSED)
-def test_a_rank_that_refuses_a_call_and_goes_on(op):
-    for wants in (False, True)[: 2 if "gemm" in op else 1]:
-        for late in range(2):
-            run_ranks(refuses_and_goes_on, 2, op=op, wants=wants, late=late)
-
-
-def no_memory(*_, **__):
-    raise torch.OutOfMemoryError("no memory is left")
-
-
-def interrupt(*_, **__):
-    raise KeyboardInterrupt
-
-
-def without(call, how, *names):
-    """``call`` where what has these names raises: no memory for a new tensor, as behind others like it, or a Ctrl-C."""
-
-    def broken():
-        with pytest.MonkeyPatch.context() as patch:
-            for where, name in names:
-                patch.setattr(where, name, how)
-            return call(3)
-
-    return broken
-
-
-def operations(group, op, why):
-    """A call of ``op`` for a value, and one that raises before it has begun."""
-    ops, call = fluxlike.ops, partial(call_of, op, group, wants=False)
-    x, w = torch.full((4, 8), 3.0, device=device()), torch.ones(8, 8, device=device())
-    if why == "memory":
-        return call, without(call, no_memory, (torch.Tensor, "new_empty_strided"), (torch.Tensor, "new_empty"))
-    if why == "interrupt":
-        checks = [(ops.validate, name) for name in ("operands", "gathered_operands")]
-        return call, without(call, interrupt, *checks, (ops.again, "results"))
-    if why == "list":
-        return call, lambda: fluxlike.ag_gemm(x, w, group=group, bias=[None, None])
-    if why == "context":
-        other = make_context("ag_gemm" if op == "gemm_rs" else "gemm_rs", "in_kernel", group)
-        return call, lambda: getattr(fluxlike, op)(x, w, other)
-    if why == "warning":
-        return call, partial(warned_of, lambda: getattr(fluxlike, op)(x.requires_grad_(), group=group))
-    more = (0,) if op == "reduce" else ()
-    return call, lambda: getattr(fluxlike, op)(x, *more, group=group, op=dist.ReduceOp.PRODUCT)
-
-
-def warned_of(act):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return act()
-
-
-def lists(group, op, why):
-    def call(value):
-        xs = [torch.full((4, 8), float(value), device=device()) for _ in range(2)]
-        return torch.cat(getattr(fluxlike, op)(xs, group))
-
-    whole = torch.full((6, 8), 3.0, device=device())
-    if why == "overlap":
-        return call, lambda: fluxlike.all_reduce_([whole[:4], whole[2:]], group)
-    return call, without(call, no_memory, (torch.Tensor, "new_empty"), (torch, "empty_like"))
-
-
-def sparse(group, op, why):
-    def call(value):
-        return fluxlike.sparse_all_reduce(of(value), group=group).to_dense()
-
-    def of(value):
-        return torch.sparse_coo_tensor([[0, 2]], torch.full((2, 8), float(value)), (4, 8), device=device())
-
-    if why == "context":
-        other = make_context("gemm_rs", "in_kernel", group)
-        return call, lambda: fluxlike.sparse_all_reduce(of(3), ctx=other)
-    how = interrupt if why == "interrupt" else no_memory
-    return call, without(call, how, (fluxlike.ops.sparse_all_reduce, "check"))
-
-
-def layers(group, op, why):
-    """Of `fluxlike.nn`, given an input of another dtype; and by the styles, with a plain tensor for the weight."""
-    kind = {"gemm_rs": fluxlike.nn.RowParallelLinear, "ag_gemm": fluxlike.nn.ColumnParallelLinear}[op]
-    whole = (16, 8) if op == "gemm_rs" else (8, 16)
-    torch.manual_seed(0)
-    if why == "style":
-        style = fluxlike.nn.RowwiseParallel if op == "gemm_rs" else fluxlike.nn.ColwiseParallel
-        mesh = DeviceMesh.from_group(group, device().type)
-        layer = parallelize_module(torch.nn.Linear(*whole, bias=False, device=device()), mesh, style())
-        right = layer.weight
-    else:
-        layer = kind(*whole, bias=False, group=group, device=device())
-
-    @torch.no_grad()
-    def call(value, dtype=torch.float32):
-        return layer(torch.full((2, 2, 8), float(value), dtype=dtype, device=device()))
-
-    def plain():
-        layer.weight = torch.nn.Parameter(torch.ones(8, 8, device=device()))
-        try:
-            return call(3)
-        finally:
-            layer.weight = right
-
-    return call, plain if why == "style" else lambda: call(3, torch.float64)
-
-
-def backward(group, op, why):
-    """Backward passes that follow each other, whose forward passes have been made. What one saved may be computed anew in it, and
-    that come to a mismatch of another group, of which the ranks of this one have not heard.
-    """
-    xs = [torch.ones(4, 8, device=device(), requires_grad=True) for _ in range(10)]
-    w, elsewhere = torch.ones(8, 8, device=device()), []
-
-    def unpack(t):
-        if elsewhere:
-            raise elsewhere.pop()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        ys = [getattr(fluxlike, op)(x, w, group=group) for x in xs]
-
-    def call(value):
-        ys[value].backward(torch.full_like(ys[value], value))
-        return xs[value].grad
-
-    def differs():
-        error = fluxlike.CallMismatch("of another group")
-        heard(error, "another")
-        elsewhere.append(error)
-        return call(3)
-
-    return call, differs if why == "another group" else without(call, no_memory, (torch.Tensor, "contiguous"))
-
-
-#: What makes the calls, of which operations, how one raises before it has begun, and what.
-LEFT_OUT = [
-    (operations, ("gemm_rs", "ag_gemm", "gemm_ar"), "memory", RuntimeError),
-    (operations, ("gemm_rs", "ag_gemm", "gemm_ar"), "interrupt", KeyboardInterrupt),
-    (operations, ("gemm_rs", "ag_gemm", "gemm_ar"), "context", ValueError),
-    (operations, ("ag_gemm",), "list", ValueError),
-    (operations, ("all_reduce", "reduce_scatter", "reduce"), "reduction", ValueError),
-    (operations, ("all_reduce", "all_gather"), "warning", UserWarning),
-    (lists, ("all_reduce_",), "overlap", ValueError),
-    (lists, ("all_reduce",), "memory", RuntimeError),
-    (sparse, ("sparse_all_reduce",), "memory", RuntimeError),
-    (sparse, ("sparse_all_reduce",), "interrupt", KeyboardInterrupt),
-    (sparse, ("sparse_all_reduce",), "context", ValueError),
-    (layers, ("gemm_rs", "ag_gemm"), "dtype", ValueError),
-    (layers, ("gemm_rs", "ag_gemm"), "style", ValueError),
-    (backward, ("gemm_rs", "ag_gemm"), "memory", RuntimeError),
-    (backward, ("gemm_rs", "ag_gemm"), "another group", fluxlike.CallMismatch),
-]
-
-
-def leaves_out_and_goes_on(group, kind, op, why, caught):
-    rank = dist.get_rank(group)
-    for _ in range(2):
-        seen, said, (call, broken) = [], "", kind(group, op, why)
-        ones = call(1)
-        for value in range(2, 10):
-            try:
-                if value == 3 and rank == 1:
-                    with pytest.raises(caught):
-                        broken()
-                    continue
-                seen.append((value, call(value)))
-                world.current().executor.synchronize()
-            except fluxlike.CallMismatch as error:
-                said = str(error)
-                break
-        assert "that this rank refused by an error of its own" in said, f"{op}, rank {rank}: {said!r}"
-        for value, y in seen[: -1 if device().type == "cuda" else None]:
-            assert y is None or torch.allclose(y, ones * value), f"{op}: call {value} is of another: {y}"
-        while told(lambda: fluxlike.create_gemm_rs_context(8, 8, group=group).close(), ValueError)[0]:
-            pass
-        again = kind(group, op, why)[0](1)
-        assert again is None or torch.allclose(again, ones)
-
-
-@pytest.mark.parametrize(
-    ("kind", "op", "why", "caught"),
-    [pytest.param(kind, op, why, caught, id=f"{op}-{kind.__name__}-{why}") for kind, ops, why, caught in LEFT_OUT for op in ops],
-)
-def test_a_call_that_a_rank_leaves_out_is_not_taken_for_its_next(kind, op, why, caught):
-    run_ranks(leaves_out_and_goes_on, 2, kind=kind, op=op, why=why, caught=caught)
 
 
 def disagree(group, late):
