@@ -253,7 +253,7 @@ def test_a_call_that_a_rank_leaves_out_is_not_taken_for_its_next(kind, op, why, 
 
 
 def refused_first(group, op, nodes):
-    """The last rank refuses the first of some calls, of which nothing has been made: each of the others is right, or an error."""
+    """The last rank refuses the first of some calls, of which nothing has been made: all that follow are errors."""
     fluxlike.init(heap="shm")
     size, w = dist.get_world_size(), torch.ones(8, 8)
     refuses = dist.get_rank() == size - 1

@@ -449,13 +449,13 @@ def in_both(group, order, ahead, tie):
         ddp = DistributedDataParallel(model, process_group=group)
         ddp.register_comm_hook(group, fluxlike.sparse_allreduce_hook)
         if ours:
-            take = table.context.pending_of
+            pending_of = table.context.pending_of
 
-            def taken(*args, context=table.context, take=take):
+            def noted(*args, context=table.context, pending_of=pending_of):
                 started.append(context._pending is not None)
-                return take(*args)
+                return pending_of(*args)
 
-            table.context.pending_of = taken
+            table.context.pending_of = noted
         results.append(in_order(table, ddp, order, lambda ddp=ddp: ddp.zero_grad()))
     assert len(results[0]) == len(results[1])
     for plain, mine in zip(*results, strict=True):

@@ -150,8 +150,7 @@ class GroupContext(Held):
         self.world.contexts.append(self)
         self.board.members.append(self)
         self.control.barrier(f"making {self.label}")
-        if not self.control.keeping:
-            self.board.apart = None
+        self.board.apart = None
 
     # -- a call ---------------------------------------------------------------------------------------------------------
 
@@ -275,7 +274,7 @@ class GroupContext(Held):
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         for context in (self, *self.inner):
             context._seen = True
-        heard(self._error, self.control.name)  # type: ignore[arg-type]  # when it happened
+        heard(self._error, self.control.name)  # type: ignore[arg-type]  # who was to be told has been, when it happened
         raise self._error  # type: ignore[misc]
 
     def failure(self) -> Exception | None:
@@ -417,7 +416,7 @@ class GroupContext(Held):
         for context in together:
             context._end()
         everyone, mismatch = self.control.part(f"closing {self.label}")
-        if everyone and not self.control.keeping:
+        if everyone:
             self.board.apart = None
         for context in together:
             self.board.members.remove(context)

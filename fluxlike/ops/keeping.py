@@ -90,7 +90,6 @@ def kept(
         control.agree(f"replacing {context.label}", wanted | {"captured": context.captured}, failure)
         if not context.captured:
             context.close()
-    before, control.keeping = control.keeping, True
     try:
         context = make(wanted)
     except PeerTimeout:
@@ -99,8 +98,6 @@ def kept(
         if own == wanted:
             raise
         context = make(own)
-    finally:
-        control.keeping = before
     this.cached[key] = context
     context.keep()
     return context

@@ -164,7 +164,9 @@ class NodesContext(Held):
     # -- a call ---------------------------------------------------------------------------------------------------------
 
     def begin(self, m: int, columns: int, whole: int | None) -> "_Call":
-        """``whole``: K (gemm_rs) or N (ag_gemm) of all ranks, if the caller says it."""
+        """``whole``: K (gemm_rs) or N (ag_gemm) of all ranks, if the caller says it. Raises what is known to have failed."""
+        self.control.between += 1
+        self.raise_if_failed()
         self.stats["calls"] += 1
         return _Call(self, m, columns, None if whole is None else cdiv(whole, len(self.nodes)))
 
@@ -241,7 +243,7 @@ class NodesContext(Held):
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with fluxlike.create_{self.op}_context")
         if self._error is not None:
             self._seen = True
-            heard(self._error, self.control.name)  # when it happened
+            heard(self._error, self.control.name)  # who was to be told has been, when it happened
             raise self._error
         try:
             raise self._cause()  # type: ignore[misc]
@@ -383,8 +385,6 @@ def make_gemm_rs(
     from . import gemm_rs as local
 
     m, n = x.shape[0], weight.shape[0]
-    ctx.control.between += 1  # be it one that raises what is known to have failed
-    ctx.raise_if_failed()
     with ctx.begin(m, n, whole) as call:
         post = ctx.messages
         rows = y.shape[0]
@@ -445,8 +445,6 @@ def make_ag_gemm(
     whole: int | None,
 ) -> None:
     """A call that is checked."""
-    ctx.control.between += 1  # be it one that raises what is known to have failed
-    ctx.raise_if_failed()
     with ctx.begin(results[0].shape[0], x.shape[1], whole) as call:
         ctx.messages.send_to_all(x, alone=call.together)
         (_together if call.together else _one_by_one)(call, x, weights, biases, results, gathered)

@@ -384,7 +384,7 @@ def call(
     wire_dtype: torch.dtype | str | None, scatter: bool,
 ) -> torch.Tensor:  # fmt: skip
     """`sparse_all_reduce`, which torch.compile does not see."""
-    if ctx is not None:
+    if ctx is not None and type(ctx) is not SparseAllReduceContext:
         check_context(NAME, ctx, SparseAllReduceContext, group)
     control = resolve(group) if ctx is None else ctx.control
     with torch.no_grad(), Refusing(NAME, control), control.lock:

@@ -139,12 +139,10 @@ class ControlGroup:
         self.node = 0
         #: How many contexts between nodes have been made, the same number on all ranks.
         self.spanning = 0
-        #: How many calls this rank has refused for their arguments; see `ops.refusals`.
+        #: How many calls this rank has refused; see `ops.refusals`.
         self.refused = 0
         #: How many calls between nodes it has made or refused since a context for them was made.
         self.between = 0
-        #: Inside of `ops.keeping.kept`: what is made is for a call, and no program has asked for it.
-        self.keeping = False
         #: The ranks of the group on this node; this itself where that is all of them.
         self.local: ControlGroup = self
         #: The group whose ranks on this node these are; this itself where they are all of one.

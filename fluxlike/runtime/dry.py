@@ -74,7 +74,7 @@ class DryControl:
     """`ControlGroup` of ranks that all say the same, on so many nodes."""
 
     name = "dry"
-    is_forked = keeping = False
+    is_forked = False
 
     def __init__(self, rank: int, size: int, nodes: int = 1) -> None:
         self.rank, self.size, self.ranks, each = rank, size, list(range(size)), size // nodes
