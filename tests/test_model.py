@@ -369,10 +369,26 @@ def test_series_without_points_are_left_out(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("option", ("--json", "--plot"))
 def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
-    path = tmp_path / "nowhere" / "file.png"
-    assert model.main(["gemm_rs", "--nodes", "1", "--shapes", "512x512x512", option, str(path)]) == 1
+    """Said before anything is predicted; 1 where it shows only then. A folder that is not there is made."""
+    if option == "--plot":
+        pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    asked = ["gemm_rs", "--nodes", "1,2", "--shapes", "512x512x512", option]
+    with pytest.raises(SystemExit) as end:
+        model.main([*asked, str(tmp_path / "file" / "file.png")])
     printed = capsys.readouterr()
-    assert "512×512×512" in printed.out and printed.err.startswith("model: ") and str(path) in printed.err
+    assert end.value.code == 2 and not printed.out and f"{option} {tmp_path / 'file' / 'file.png'}: " in printed.err
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fluxlike.tools.topo.write", full)
+        patch.setattr(model, "draw", full)
+        assert model.main([*asked, str(tmp_path / "file.png")]) == 1
+    printed = capsys.readouterr()
+    assert "512×512×512" in printed.out and printed.err.startswith("model: ") and "No space left" in printed.err
+    assert model.main([*asked, str(tmp_path / "new" / "file.png")]) == 0 and (tmp_path / "new" / "file.png").stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -362,12 +362,26 @@ def test_a_matrix_is_saved_where_it_is_found(monkeypatch, capsys, tmp_path):
 
 
 def test_errors_are_lines(capsys, tmp_path):
-    """The status is 2 where what was asked for is wrong, and 1 where a file cannot be written."""
-    assert topo.main(["p4d"]) == 2 and topo.main(["p3.8xlarge", "--save", str(tmp_path)]) == 1
+    """The status is 2 where what was asked for is wrong, and 1 where a file that could be written then is not."""
+    with pytest.raises(SystemExit) as end:
+        topo.main(["p3.8xlarge", "--save", str(tmp_path)])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and "it is a folder; name a file" in said.err and not said.out
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinkMatrix, "save", full)
+        assert topo.main(["p3.8xlarge", "--save", str(tmp_path / "full.json")]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert topo.main(["p3.8xlarge", "--save", str(tmp_path / "new" / "p3.json")]) == 0 and (tmp_path / "new" / "p3.json").exists()
+    capsys.readouterr()
+    assert topo.main(["p4d"]) == 2
     assert topo.main(["p3.8xlarge", "--k", "0"]) == topo.main(["p3.8xlarge", "--roots", "9"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("topo: no topology is called 'p4d'") and "Is a directory" in said[1]
-    assert said[2:] == [
+    assert said[0].startswith("topo: no topology is called 'p4d'")
+    assert said[1:] == [
         "topo: k=0 is not a whole number of trees, 1 or more",
         "topo: roots=[9] must name GPUs, from 0 to 3, one at least",
     ]

@@ -196,7 +196,7 @@ def test_tables_from_records(tmp_path, capsys):
     assert few and wide not in few, "sequential, which the record has not, is expected to be much faster there"
     (tmp_path / "bad.json").write_text("{}")
     before = out.read_text()
-    assert tune.main(["from-records", str(tmp_path / "bad.json"), "--out", str(out)]) == 1
+    assert tune.main(["from-records", str(tmp_path / "bad.json"), "--out", str(out)]) == 2
     assert "environment" in capsys.readouterr().err and out.read_text() == before
 
 
@@ -227,7 +227,7 @@ def test_a_broken_record_is_told_with_its_name(change, tmp_path, capsys):
     change(record)
     (tmp_path / "broken.json").write_text(json.dumps(record))
     out = tmp_path / "table.json"
-    assert tune.main(["from-records", str(whole), str(tmp_path / "broken.json"), "--out", str(out)]) == 1
+    assert tune.main(["from-records", str(whole), str(tmp_path / "broken.json"), "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"tune: {tmp_path / 'broken.json'} is no record of bench") and not out.exists()
 
@@ -239,7 +239,7 @@ def test_what_is_no_record_is_told_with_its_name(content, tmp_path, capsys):
     path = tmp_path / "broken.json"
     if content is not None:
         path.write_bytes(content)
-    assert tune.main(["from-records", str(path), "--out", str(tmp_path / "table.json")]) == 1
+    assert tune.main(["from-records", str(path), "--out", str(tmp_path / "table.json")]) == 2
     assert capsys.readouterr().err.startswith(f"tune: {path} is no record of bench")
 
 
@@ -266,7 +266,7 @@ def test_two_records_of_one_shape(tmp_path, capsys):
     assert entry(eager) == ("in_kernel", 1000.0) and entry(graph) == ("decomposed", 1700.0)
     assert entry(eager, graph) == entry(graph, eager) == ("decomposed", 1600.0)
     before = out.read_text()
-    assert tune.main(["from-records", str(eager), str(graph), str(again), "--out", str(out)]) == 1
+    assert tune.main(["from-records", str(eager), str(graph), str(again), "--out", str(out)]) == 2
     said = capsys.readouterr().err
     assert f"{again} and {eager} both have 8192x8192x28672, eager; give one record of each" in said and out.read_text() == before
 
@@ -280,7 +280,7 @@ def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_
     record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
     record["environment"].update(change)
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(tmp_path / "table.json")]) == 1
+    assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(tmp_path / "table.json")]) == 2
     assert "record.json were on several nodes or shared GPUs; give records of one node" in capsys.readouterr().err
     assert not (tmp_path / "table.json").exists()
 

@@ -75,7 +75,14 @@ def tutorial(name):
     [
         ("11_prefill_70b", ["--kv_heads", "4"], "3 ranks do not divide all of --kv_heads 4, --tokens 48, --inner 96; give others"),
         ("12_async_tp", ["--kv_heads", "4"], "3 ranks do not divide all of --kv_heads 4, --tokens 48, --inner 96; give others"),
-        ("11_prefill_70b", ["--kv_heads", "3", "--layers", "0"], "--layers 0: 0 is as many as a GPU has memory for; without"),
+        (
+            "11_prefill_70b",
+            ["--hidden", "66", "--heads", "6", "--kv_heads", "3", "--layers", "0"],
+            "--layers 0: 0 is as many as a GPU has memory for; without",
+        ),
+        ("11_prefill_70b", ["--kv_heads", "3"], "--hidden 64 of --heads 8 of --kv_heads 3: each must be above 0 and a multiple of"),
+        ("12_async_tp", ["--kv_heads", "3"], "--hidden 32 of --heads 8 of --kv_heads 3: each must be above 0 and a multiple of"),
+        ("12_async_tp", ["--kv_heads", "0"], "--hidden 32 of --heads 8 of --kv_heads 0: each must be above 0 and a multiple of"),
     ],
 )
 def test_sizes_that_tutorials_refuse(name, arguments, said, monkeypatch, capsys):

@@ -205,6 +205,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", metavar="FILE", help="write a record there, as JSON")
     args = parser.parse_args()
     turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
+    turns.refuse_heads(parser, args)
     if args.layers < 1 and not torch.cuda.is_available():
         parser.error(f"--layers {args.layers}: 0 is as many as a GPU has memory for; without GPUs give a number above 0")
     fluxlike.init()

@@ -221,6 +221,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", metavar="FILE", help="write a record there, as JSON")
     args = parser.parse_args()
     turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
+    turns.refuse_heads(parser, args)
     fluxlike.init()
     try:
         status = main(args)

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
 from .once import Parser as Parser  # for the tools, too
 from .once import speaks
+from .once import writable as writable
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -90,20 +90,6 @@ def refuse_uneven(parser: argparse.ArgumentParser, shapes: Iterable[Any], kind: 
         why = kind.unfit(shape, ranks())
         if why is not None:
             parser.error(f"--shapes: {shape}: {why}")
-
-
-def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:
-    """Makes the folder ``out``, or that of the ``file``, on the rank that writes; ends the process if no file can be made there,
-    before hours are spent."""
-    if out and os.environ.get("RANK", "0") == "0":
-        folder = os.path.dirname(out) or "." if file else out
-        try:
-            if file and os.path.isdir(out):
-                raise IsADirectoryError("it is a folder; name a file")
-            os.makedirs(folder, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            parser.error(f"{option} {out}: {error}")
 
 
 def lacks(tool: str, package: str, install: str = "") -> bool:

@@ -162,7 +162,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike links",
         description="Runs all_reduce on the CPU heap by emulated links of machines that are not there.",
-        epilog="What is emulated, and what not, is in fluxlike/tools/links_wires.py.",
+        epilog="Exit status: 1 if a call failed or the file could not be made; 2 for wrong arguments, or where GPUs are seen or "
+        "ranks are on several nodes. What is emulated, and what not, is in fluxlike/tools/links_wires.py.",
     )
     which = "presets or JSON files (p3.16xlarge and nvswitch-8); of each the first GPUs, one a rank"
     parser.add_argument("topologies", nargs="*", default=["p3.16xlarge", "nvswitch-8"], help=which)
@@ -200,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv)
     if torch.cuda.is_available():
         print("links: links are emulated on the CPU heap only; hide the GPUs by CUDA_VISIBLE_DEVICES=''", file=sys.stderr)
-        return 1
+        return 2
     stamp = topo.stamp(command.arguments(argv), "links") | {"machine": f"CPU heap, emulated links; {topo.processor()}"}
     env.put("FLUXLIKE_CPU_PROGRAMS", str(asked.programs))
 

@@ -250,6 +250,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             possible(call, asked.gpus_per_node * min(asked.nodes))
     except ValueError as error:
         parser.error(f"--shapes: {error}")
+    for name in ("json", "plot"):
+        command.writable(parser, getattr(asked, name), f"--{name}", file=True)
     return asked
 
 

@@ -6,6 +6,7 @@ Imports nothing of weight: `racecheck` runs programs that may set variables befo
 import argparse
 import os
 import sys
+import tempfile
 import time
 from typing import Any, NoReturn
 
@@ -38,3 +39,17 @@ class Parser(argparse.ArgumentParser):
         if speaks():
             super().error(message)
         sys.exit(2)
+
+
+def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:
+    """Makes the folder ``out``, or that of the ``file``, on the rank that writes; ends the process if no file can be made there,
+    before hours are spent."""
+    if out and os.environ.get("RANK", "0") == "0":
+        folder = os.path.dirname(out) or "." if file else out
+        try:
+            if file and os.path.isdir(out):
+                raise IsADirectoryError("it is a folder; name a file")
+            os.makedirs(folder, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"{option} {out}: {error}")

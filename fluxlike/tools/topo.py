@@ -55,6 +55,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots else None
     except ValueError:
         parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
+    for name in ("save", "json", "png"):
+        once.writable(parser, getattr(asked, name), f"--{name}", file=True)
     return asked
 
 

@@ -273,7 +273,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         prog="python -m fluxlike tune",
         description="Measures how calls of some shapes are made fastest, and keeps it. Start it with scripts/launch.sh.",
         epilog="Exit status: 1 if a candidate failed or was wrong, or nothing was tuned or could be written; 2 for wrong "
-        "arguments, ranks on several nodes, or where the package rich is missing. See docs/tune.md.",
+        "arguments, records that are no use, ranks on several nodes, or where the package rich is missing. See docs/tune.md.",
     )
     ops = parser.add_subparsers(dest="op", required=True)
     for op in PROBLEMS:
@@ -289,6 +289,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     records.add_argument("--out", type=Path, required=True, metavar="FILE")
     asked = parser.parse_args(argv)
     if asked.op == "from-records":
+        command.writable(parser, str(asked.out), file=True)
         return asked
     for name in ("rounds", "most"):
         if getattr(asked, name) < 1:
@@ -305,7 +306,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}")
         except (OSError, ValueError) as error:
             print(f"tune: {error}", file=sys.stderr)
-            return 1
+            return 2 if isinstance(error, ValueError) else 1
         return 0
     if command.lacks("tune", "rich"):
         return 2

@@ -32,6 +32,13 @@ def refuse_uneven(parser: argparse.ArgumentParser, args: argparse.Namespace, nam
         parser.error(f"{ranks} ranks do not divide all of {sizes}; give others, or another --nproc to launch.sh")
 
 
+def refuse_heads(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """The same if the sizes of ``args`` are of no attention whose queries share heads of keys and values."""
+    if min(args.heads, args.kv_heads) < 1 or args.heads % args.kv_heads or args.hidden % args.heads:
+        sizes = f"--hidden {args.hidden} of --heads {args.heads} of --kv_heads {args.kv_heads}"
+        parser.error(f"{sizes}: each must be above 0 and a multiple of the next; give others")
+
+
 def in_turns(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
     """ms a call of each way in each round, on the slowest rank; empty lists without GPUs. Collective."""
     cuda, peers = torch.cuda.is_available(), Peers()
