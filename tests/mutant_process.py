@@ -29,6 +29,7 @@ KERNELS = (
     "gemm_rs_kernel",
     "ag_gemm_kernel",
     "all_reduce_one_shot_kernel",
+    "gemm_ar_fused_kernel",
     "exchange_words_kernel",
     "exchange_bulk_kernel",
     "relay_words_kernel",
@@ -43,8 +44,8 @@ KERNELS = (
 )
 OPS = ("gemm_rs", "ag_gemm", "all_reduce")
 #: Operations of which there are contexts.
-NAMES = (*OPS, "reduce_scatter", "reduce", "broadcast", "sparse_all_reduce")
-#: How the collectives' kernels are called, by their transports.
+NAMES = (*OPS, "gemm_ar", "reduce_scatter", "reduce", "broadcast", "sparse_all_reduce")
+#: How the collectives' kernels are called, by their transports: operation, algorithm, and of the lint's shapes which.
 CALLS = {
     "one_shot": ("all_reduce", "one_shot"),
     "words": ("all_reduce", "two_shot"),
@@ -54,6 +55,7 @@ CALLS = {
     "rooted_bulk": ("reduce", "bulk"),
     "rooted_relay": ("reduce", "two_shot"),
     "sparse": ("sparse_all_reduce", "owned"),
+    "fused": ("gemm_ar", "fused", "few"),
 }
 #: Those that have more code where they share the last wave of tiles.
 SHARING = ("gemm_rs_kernel", "ag_gemm_kernel")

@@ -14,7 +14,7 @@ from mutate_source import PACKAGE, Source
 TRANSPORTS = ("in_kernel", "copy_engine")
 STREAM_K = "stream_k"  # with kernels of its own, but for the copy of the gathered input
 DECOMPOSED = "decomposed"  # with kernels of its own
-ALGORITHMS = ("one_shot", "words", "bulk", "trees")  # of all_reduce, each a kernel
+ALGORITHMS = ("one_shot", "words", "bulk", "trees", "fused")  # of all_reduce, and of gemm_ar, each a kernel
 SPARSE = "sparse"  # rows of sparse tensors, a kernel
 MESSAGES = "messages"  # between nodes, with kernels of their own, most of one program, that only GPUs launch
 ROOTED = "rooted_"  # the same kernels for what one rank owns, with signals of their own

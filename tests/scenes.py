@@ -10,7 +10,8 @@ slow   another rank takes its time in each call, so that its peers are in the ne
        without columns is about to end it before the copies of the slow one are there
 
 For all_reduce, which has no engine, no columns and no context to be made, the same: calls of changing sizes and data, ranks that
-are late or slow. For reduce and broadcast, too; in "empty" and "late" data goes one way only. And for one_shot:
+are late or slow. For gemm_ar in one kernel, and for reduce and broadcast, too; of those, in "empty" and "late" data goes one way
+only. And for one_shot and gemm_ar:
 
 overtaken  a rank reads what it was sent in a call only when its peers have sent what belongs to the next one
 
@@ -43,10 +44,11 @@ from ranks import rows_slice
 import fluxlike.kernels.ag_gemm
 import fluxlike.kernels.all_reduce
 import fluxlike.kernels.exchange
+import fluxlike.kernels.gemm_ar
 import fluxlike.kernels.gemm_rs
 import fluxlike.kernels.trees
 from fluxlike.kernels import lang, sync, words
-from fluxlike.ops import sparse_all_reduce
+from fluxlike.ops import gemm_ar, sparse_all_reduce
 from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
@@ -152,29 +154,38 @@ def _hold(op: str, kind: str, call: int, rank: int, name: str) -> None:
 @contextlib.contextmanager
 def _overtaken(group: Any) -> Iterator[None]:
     """Rank 0 begins to read in call 1 only when the others have sent all of call 2."""
-    store, calls, receive = dist.distributed_c10d._get_default_store(), itertools.count(), words.receive
+    store, calls, reads = dist.distributed_c10d._get_default_store(), itertools.count(), (words.receive, words.take_words)
 
-    def held(*args: Any) -> Any:
-        call = next(calls)
-        if group.rank() == 0 and call == 1:
-            store.wait([f"sent by {peer}" for peer in range(1, RANKS)])
-        if group.rank() > 0 and call == 2:
-            store.set(f"sent by {group.rank()}", "")
-        return receive(*args)
+    def held(read: Any) -> Any:
+        def late(*args: Any) -> Any:
+            call = next(calls)
+            if group.rank() == 0 and call == 1:
+                store.wait([f"sent by {peer}" for peer in range(1, RANKS)])
+            if group.rank() > 0 and call == 2:
+                store.set(f"sent by {group.rank()}", "")
+            return read(*args)
 
-    fluxlike.kernels.all_reduce.receive = fluxlike.kernels.exchange.receive = held
+        return late
+
+    def put(receive: Any, take_words: Any) -> None:
+        fluxlike.kernels.all_reduce.receive = fluxlike.kernels.exchange.receive = receive
+        fluxlike.kernels.gemm_ar.take_words = take_words
+
+    put(*map(held, reads))
     try:
         yield
     finally:
-        fluxlike.kernels.all_reduce.receive = fluxlike.kernels.exchange.receive = receive
+        put(*reads)
 
 
 def _collective(group: Any, transport: str, kind: str, call: int) -> None:
     """One call; of several blocks, or of one word."""
     n, rank = 3000 if call % 3 and kind != "overtaken" else 1, group.rank()
-    _, algo = COLLECTIVES[transport]
+    algo = COLLECTIVES[transport][1]
     parts = torch.randint(-9, 10, (group.size(), n), generator=torch.Generator().manual_seed(call)).float()
-    if transport == "sparse":
+    if transport == "fused":
+        right = _fused(group.size(), rank, call, n > 1)
+    elif transport == "sparse":
         right = _sparse(group.size(), rank, kind, call)
     elif transport.startswith("rooted"):
         right = _rooted(parts, rank, kind, call, algo)
@@ -185,6 +196,17 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
         right = torch.equal(fluxlike.all_reduce(parts[rank], algo=algo), parts.sum(0))
     if not right:
         raise Wrong(f"{transport}, scene {kind}: call {call + 1} gave wrong numbers")
+
+
+def _fused(ranks: int, rank: int, call: int, several: bool) -> bool:
+    """gemm_ar in one kernel: three programs with several pieces each, or one with one."""
+    known = (ctx for ctx in world.current().contexts if isinstance(ctx, gemm_ar.GemmARContext))
+    ctx = next(known, None) or fluxlike.create_gemm_ar_context(64, 192, torch.float16, product="fused")
+    (m, n), generator = (64, 192) if several else (32, 32), torch.Generator().manual_seed(call)
+    x = torch.randint(-2, 3, (ranks, m, 32), generator=generator).half()
+    w = torch.randint(-2, 3, (ranks, n, 32), generator=generator).half()
+    y = fluxlike.gemm_ar(x[rank], w[rank], ctx)
+    return torch.equal(y.float(), _exact(torch.einsum("rmk,rnk->mn", x.float(), w.float())))
 
 
 def _sparse(ranks: int, rank: int, kind: str, call: int) -> bool:
@@ -345,6 +367,11 @@ def _put_nothing(start, words, B: tl.constexpr):
 
 
 @triton.jit
+def _put_nothing_at(pointers, mask, words):
+    """For `words.put_at`."""
+
+
+@triton.jit
 def _publish_nothing_to_all(signal, value, ctl, rank, R: tl.constexpr, S: tl.constexpr):
     pass
 
@@ -363,6 +390,7 @@ def lost_words(group: Any, algo: str) -> None:
     exchange = fluxlike.kernels.exchange
     kernels, sends, nothing = {
         "one_shot": (fluxlike.kernels.all_reduce, "put", _put_nothing),
+        "fused": (fluxlike.kernels.gemm_ar, "put_at", _put_nothing_at),
         "words": (exchange, "put", _put_nothing),
         "bulk": (exchange, "publish_set_to_all", _publish_nothing_to_all),
         "trees": (fluxlike.kernels.trees, "push", _push_nothing),
@@ -386,7 +414,8 @@ def lost_words(group: Any, algo: str) -> None:
         world.current().contexts[-1].check()
     except fluxlike.PeerTimeout as error:
         said = str(error)
-    first = f"all_reduce: rank {rank} " + ("waited 3 s for rank 1" if rank == 0 else "stopped waiting for rank")
+    op = "gemm_ar" if algo == "fused" else "all_reduce"
+    first = f"{op}: rank {rank} " + ("waited 3 s for rank 1" if rank == 0 else "stopped waiting for rank")
     if rank != 1 and not said.startswith(first):
         raise Wrong(f"a wait ran out, and rank {rank} said {said!r}")
     if rank == 0 and "its partial sums of call 1 (expected 1, saw 0)" not in said:
@@ -454,7 +483,7 @@ def run(group: Any, plan: list[tuple[str, str]], compiled: bool, limit: str, rea
     kinds = ["close"] if compiled else list(CALLS)
     order = sorted(itertools.product(range(len(plan)), range(len(kinds))), key=sum)
     for kind, (op, transport) in ((kinds[k], plan[p]) for p, k in order):
-        if kind == "overtaken" and transport not in ("one_shot", "words"):
+        if kind == "overtaken" and transport not in ("one_shot", "words", "fused"):
             continue
         if op == "messages":
             if kind == "close" and not compiled:  # the waits' code for GPUs is judged with the others

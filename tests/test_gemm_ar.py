@@ -7,7 +7,8 @@ from cases import make_weight, same
 from ranks import device, exact, ints, run_ranks
 
 import fluxlike
-from fluxlike.ops import all_reduce, exchange
+from fluxlike.ops import all_reduce, exchange, gemm_ar, tiling
+from fluxlike.runtime import world
 
 SIZES = ((64, 96, 32), (37, 70, 50), (1, 7, 3), (5, 1, 1), (130, 65, 33))
 EMPTY = ((0, 8, 8), (8, 0, 8), (8, 8, 0))
@@ -60,6 +61,125 @@ def alone(group):
 
 def test_one_rank_takes_no_memory_to_exchange():
     run_ranks(alone, 1)
+
+
+def fused_sizes():
+    """In one and several pieces and programs, M·N whole blocks: the last with as many rows as there may be."""
+    return (1, 1024, 16), (32, 96, 32), (16, 64, 80), (20, 256, 48), (64, 64 * (world.current().executor.programs // 2 + 1), 144)
+
+
+def fused(group, dtype):
+    """Small whole numbers, with and without a bias; the same bits again; nothing left in memory for the call behind it."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    sizes = fused_sizes()
+    with fluxlike.create_gemm_ar_context(64, max(n for _, n, _ in sizes), dtype, group, product="fused") as ctx:
+        for seed, (m, n, k) in enumerate(sizes):
+            x, w, b = inputs(m, n, k, dtype, seed, rank)
+            bias = b if seed % 2 else None
+            for out in (None, torch.full((m, n), 7.0, dtype=dtype, device=device())):
+                y = fluxlike.gemm_ar(x, w, ctx, bias=bias, out=out)
+                same(y, truth(m, n, k, dtype, seed, size, bias is not None), f"gemm_ar {m}×{n}×{k} fused")
+                assert ctx.last_path == "one_shot/fused" and (out is None or y is out)
+        assert ctx.stats["launches"] == ctx.stats["calls"] == 2 * len(sizes) and ctx.stats["products"] == 0
+        x = torch.randn(16, 144, generator=torch.Generator().manual_seed(rank)).to(device(), dtype)
+        w = torch.randn(1024, 144, generator=torch.Generator().manual_seed(rank + 9)).to(device(), dtype)
+        first, again = (fluxlike.gemm_ar(x, w, ctx) for _ in range(2))
+        assert torch.equal(first, again)
+        exact_sum = x.double() @ w.double().T
+        dist.all_reduce(exact_sum, group=group)
+        theirs = fluxlike.reference.gemm_ar(x, w, group=group)
+        error, allowed = ((t.double() - exact_sum).square().mean().sqrt() for t in (first, theirs))
+        assert error <= 1.5 * allowed
+        x[3, 5] = float("nan") if rank == 0 else 1.0
+        y = fluxlike.gemm_ar(x, w, ctx)
+        assert y[3].isnan().all() and not y[:3].isnan().any() and torch.equal(y[4:], first[4:])
+
+
+@pytest.mark.parametrize(("world", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+def test_fused(world, dtype):
+    run_ranks(fused, world, dtype=dtype)
+
+
+def mixed(group):
+    """A weight that one rank stores otherwise is its own affair: it multiplies by torch, the others in one kernel."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "CPU", (-1, 0))  # else auto would take torch's product there
+        with fluxlike.create_gemm_ar_context(32, 1024, torch.bfloat16, group, "one_shot") as ctx:
+            for seed, (m, n, k) in enumerate(((32, 96, 32), (8, 128, 16), (16, 64, 48))):
+                for transposed in (0, seed % size, seed % size):
+                    x, w, b = inputs(m, n, k, torch.bfloat16, seed, rank, transposed=rank == transposed)
+                    y = fluxlike.gemm_ar(x, w, ctx, bias=b)
+                    same(y, truth(m, n, k, torch.bfloat16, seed, size, True), f"gemm_ar {m}×{n}×{k}")
+                    assert ctx.last_path == ("one_shot/torch" if rank == transposed else "one_shot/fused")
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_one_rank_by_torch_and_the_others_in_one_kernel(ranks):
+    run_ranks(mixed, ranks)
+
+
+def test_tiles():
+    """Of each call all programs run at once, and fit into the shared memory that they are given."""
+    for capability, programs in (((9, 0), 132), ((9, 0), 66), ((8, 0), 108), ((8, 9), 128), ((10, 0), 148), ((12, 0), 170)):
+        for m in (1, 16, 17, 32, 48, 64, 65):
+            for n in (64, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 1 << 20):
+                tile = gemm_ar.tile_of(capability, m, n, programs)
+                if tile is None:
+                    assert m > 32 or n > 8192 or capability == (8, 9)
+                    continue
+                tiles = -(-n // tile.bn)
+                over = -(-tiles // programs)
+                assert m <= tile.bm <= tile.bn and over <= exchange.OVER and tile.stages > 1
+                shared = over * tile.stages * (tile.bm + tile.bn) * tile.bk * 2
+                assert shared <= gemm_ar.SHARED.get(capability, gemm_ar.SMALL)
+    assert gemm_ar.tile_of((9, 0), 16, 8192, 132) == gemm_ar.Tile(16, 64, 128, 4, 8)
+    assert gemm_ar.tile_of((9, 0), 16, 4096, 132) == gemm_ar.Tile(16, 32, 128, 4, 8)
+    assert gemm_ar.tile_of((9, 0), 64, 8192, 132) == gemm_ar.Tile(64, 64, 128, 4, 6)
+    assert gemm_ar.tile_of((9, 0), 64, 4096, 132) is None
+
+
+def not_fused(group):
+    """What a fused call cannot be is an error of a context that is asked for one, and goes by torch otherwise."""
+    rank, dtype = dist.get_rank(group), torch.bfloat16
+    x, w, _ = inputs(32, 96, 32, dtype, 1, rank)
+    wide, aside = x.repeat(1, 2)[:, 8:40], torch.cat([w.view(-1)[:1], w.view(-1)])[1:].view_as(w)
+    cases = (
+        (x[:5], w, None, "M · N = 480 is no multiple of 1024"),
+        (x[:, :24], w[:, :24], None, "N=96 and K=24 of this rank are no multiples of 16"),
+        (x, w.T.contiguous().T, None, r"strides \(1, 96\) of weight and \(32, 1\) of x are not 1 and a multiple of 16"),
+        (x.new_zeros(32, 40)[:, :32], w, None, r"strides \(32, 1\) of weight and \(40, 1\) of x"),
+        (x, aside, None, "does not lie at a multiple of 16 bytes"),
+    )
+    kinds = [fluxlike.create_gemm_ar_context(32, 96, dtype, group, product=product) for product in ("fused", "auto")]
+    for x_, w_, bias, says in cases:
+        with pytest.raises(ValueError, match=rf"gemm_ar: this context has product='fused', and .*{says}.*; make one with"):
+            fluxlike.gemm_ar(x_, w_, kinds[0], bias=bias)
+        total = x_.double() @ w_.double().T
+        dist.all_reduce(total, group=group)
+        same(fluxlike.gemm_ar(x_, w_, kinds[1], bias=bias), total.cpu(), says)
+        assert kinds[1].last_path == "one_shot/torch"
+    assert wide.stride() == (64, 1)
+    same(fluxlike.gemm_ar(wide, w, kinds[0]), _sum(wide.double() @ w.double().T, group), "rows that lie apart")
+    for ctx in kinds:
+        ctx.close()
+    for how, says in (
+        (dict(product="kernel"), "product='kernel' is not one of 'auto', 'torch', 'fused'"),
+        (dict(algo="two_shot"), "product='fused' has algo='one_shot', not 'two_shot'"),
+        (dict(dtype=torch.float32), "for 16 bits, and max_m up to 64, not for torch.float32"),
+        (dict(max_m=65), "for 16 bits, and max_m up to 64, not for max_m=65"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            fluxlike.create_gemm_ar_context(**(dict(max_m=32, n=96, group=group, product="fused") | how))
+
+
+def _sum(t, group):
+    dist.all_reduce(t, group=group)
+    return t.cpu()
+
+
+def test_what_cannot_be_fused():
+    run_ranks(not_fused, 2)
 
 
 def without_a_context(group):

@@ -39,6 +39,15 @@ def put(start, words, B: tl.constexpr):
 
 
 @triton.jit
+def put_at(pointers, mask, words):
+    """`put` of the words that are not masked, to where they belong each."""
+    if is_interp():
+        tl.atomic_xchg(pointers, words, mask=mask, sem="relaxed", scope="sys")
+    else:
+        tl.store(pointers, words, mask=mask)
+
+
+@triton.jit
 def look(pointers, mask, own):
     """What stands at ``pointers`` now; ``own`` where masked."""
     if is_interp():

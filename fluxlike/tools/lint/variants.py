@@ -12,6 +12,7 @@ from ...ops import ag_gemm as ag_gemm_op
 from ...ops import collectives
 from ...ops import gemm_rs as gemm_rs_op
 from ...ops.all_reduce import ALGORITHMS, all_reduce
+from ...ops.gemm_ar import create_gemm_ar_context, gemm_ar
 from ...ops.sparse_all_reduce import NARROW, create_sparse_all_reduce_context
 from ...runtime import dry, env, world
 from . import stub
@@ -29,7 +30,7 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
-#: wave is worth sharing. The collectives take M×K
+#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused. The collectives take M×K
 #: elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
@@ -42,6 +43,9 @@ SHAPES = {
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
     "slim": (1024, 64, 64),
+    "few": (16, 8192, 512),
+    "fewer": (2, 4096, 512),
+    "rows": (64, 8192, 512),
 }
 
 
@@ -101,6 +105,9 @@ def cases(capability: int) -> list[Case]:
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     found += [Case(op, "two_shot") for op in COLLECTIVES[:2]]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
+    found.append(Case("gemm_ar", "fused", "few"))
+    if capability == 90:
+        found += [Case("gemm_ar", "fused", "fewer", torch.float16), Case("gemm_ar", "fused", "rows", bias=True)]
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
@@ -168,6 +175,9 @@ def launches(case: Case, capability: int) -> list[Launch]:
             wire = case.dtype if case.schedule == "owned" else torch.float32
             with closing(create_sparse_all_reduce_context((m, k), m, case.dtype, wire_dtype=wire)) as sparse:
                 sparse.run(sparse.pending_of(dry.tensor((m,), torch.int64), m, m), operand(m, k), m, "avg", sparse.owned, True)
+        elif case.op == "gemm_ar":
+            with closing(create_gemm_ar_context(m, n, case.dtype, product=case.schedule)) as ar:
+                gemm_ar(operand(m, k), weight, ar, bias=bias)
         elif case.op in COLLECTIVES:
             root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
             getattr(collectives, case.op)(operand(m, k), algo=case.schedule, **root)
@@ -183,14 +193,15 @@ COME = ("messages_came_kernel", "messages_sum_kernel", "messages_gather_kernel")
 
 
 def _counts(
-    name: str, waits: int, releases: int, arrivals: int, peers: int, owned_words: int, last: bool, mates: bool
+    name: str, waits: int, releases: int, arrivals: int, peers: int, owned_words: int, pieces: int, last: bool, mates: bool
 ) -> dict[str, int]:
     """Operations in the source of a kernel, whatever it is compiled for.
 
     Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
     """
-    # waits for words: for everything at once, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
+    # waits for words: for everything at once, by pieces of a tile, and for the results of each
+    looks = {"all_reduce_one_shot_kernel": 1, "gemm_ar_fused_kernel": pieces}.get(name, 0)
+    looks += {"exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
     counts["volatile load"] = 3 * waits + 5 * looks  # words are their own flag, so a look is a plain one that may not be left out
@@ -240,6 +251,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "gemm_rs_decomposed_sum_kernel": (peers, 1, 1, 0),
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
+        "gemm_ar_fused_kernel": (0, 0, 0, 1),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, rooted, rooted, 0),
@@ -270,7 +282,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    counts = _counts(launch.name, waits, releases, arrivals, peers, scatter + owners * gather, bool(last), given.get("L", 1) > 1)
+    pieces = given["BM"] * given["BN"] // 2 // given["B"] if launch.name == "gemm_ar_fused_kernel" else 0
+    words, mates = scatter + owners * gather, given.get("L", 1) > 1
+    counts = _counts(launch.name, waits, releases, arrivals, peers, words, pieces, bool(last), mates)
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
@@ -283,9 +297,11 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         }
         return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
-    tma, vec = given["TMA"], given["VEC"]
+    tma, vec = given.get("TMA", False), given.get("VEC", True)
     fp32 = any("fp32" in launch.signature[name] for name in launch.payload)
     mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
+    if launch.name == "gemm_ar_fused_kernel" and columns < 64:  # of which the products of whole warpgroups take 64
+        mma = "mma.sync"
     ahead = launch.stages if mma in ("wgmma", "tcgen05") else launch.stages - 1  # one is being multiplied
     return replace(
         spec,
