@@ -77,6 +77,11 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
             assert torch.equal(whole.cpu(), torch.cat([part[rows_of(n, r, ranks)] for r, part in enumerate(parts)])), f"{algo} {n}"
         y = fluxlike.gemm_ar(x, torch.eye(3).to(device).bfloat16())
         assert torch.equal(y.cpu(), total), f"gemm_ar {n}"
+    several = torch.randint(-3, 4, (ranks, 32, 16), generator=torch.Generator().manual_seed(1)).bfloat16()
+    with fluxlike.create_gemm_ar_context(32, 96, product="fused") as ctx:
+        for n in (96, 32, 96):
+            y = fluxlike.gemm_ar(several[rank].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
+            assert torch.equal(y.cpu(), several.float().sum(0).bfloat16().repeat(1, n // 16)), f"gemm_ar fused {n}"
 
 
 def sparse(rank: int, ranks: int, device: torch.device) -> None:

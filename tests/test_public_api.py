@@ -26,7 +26,7 @@ SIGNATURES = {
     "is_initialized": "()",
     "create_gemm_rs_context": "(max_m, n, k=None, dtype=torch.bfloat16, group=None, schedule='auto')",
     "gemm_rs": "(x, weight, ctx=None, *, bias=None, group=None, out=None, k=None)",
-    "create_gemm_ar_context": "(max_m, n, dtype=torch.bfloat16, group=None, algo='auto')",
+    "create_gemm_ar_context": "(max_m, n, dtype=torch.bfloat16, group=None, algo='auto', product='auto')",
     "gemm_ar": "(x, weight, ctx=None, *, bias=None, group=None, out=None)",
     "create_ag_gemm_context": "(max_m, n, k, dtype=torch.bfloat16, group=None, schedule='auto')",
     "ag_gemm": "(x_shard, weight, ctx=None, *, bias=None, group=None, return_gathered=False, m=None, n=None, out=None)",

@@ -382,7 +382,8 @@ class GemmAR(GemmRS):
         return indivisible(ranks, K=shape.k)
 
     def context(self, schedule: str) -> Any:
-        return fluxlike.create_gemm_ar_context(self.shape.m, self.shape.n, self.dtype, algo=schedule)
+        product = "auto" if schedule == "auto" else "torch"  # else one_shot would be what auto is
+        return fluxlike.create_gemm_ar_context(self.shape.m, self.shape.n, self.dtype, algo=schedule, product=product)
 
     def ours(self, context: Any) -> torch.Tensor:
         return fluxlike.gemm_ar(self.x, self.weight, context, out=self.out)

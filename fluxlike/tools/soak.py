@@ -110,7 +110,8 @@ class Soak:
         place, op, schedule, name = key
         sizes, dtype, group = self.sizes[key], getattr(torch, name), self.groups[place]
         if op == "gemm_ar":
-            self.contexts[key] = fluxlike.create_gemm_ar_context(*sizes[:2], dtype, group, schedule)
+            algo = "auto" if schedule == soak_plan.FEW else schedule
+            self.contexts[key] = fluxlike.create_gemm_ar_context(*sizes[:2], dtype, group, algo)
         else:
             self.contexts[key] = getattr(fluxlike, f"create_{op}_context")(*sizes, dtype, group, schedule)
 

@@ -19,12 +19,14 @@ SCHEDULES = ("auto", "copy_engine", "in_kernel", "sequential", "stream_k", "deco
 OVERLAPPED = ("gemm_rs", "ag_gemm")
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 SPARSE = "sparse_all_reduce"
+#: Calls of gemm_ar that auto makes in one kernel on GPUs, if the ranks divide K.
+FEW = "few"
 #: The host waits in it, so no graph can hold it.
 WAITS = (SPARSE, "exact")
 #: Every operation with its schedules.
 OPS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(OVERLAPPED, SCHEDULES),
-    "gemm_ar": ("auto", "one_shot", "two_shot", "bulk", "kept"),
+    "gemm_ar": ("auto", "one_shot", "two_shot", "bulk", "kept", FEW),
     "all_reduce": ("auto", "one_shot", "two_shot", "bulk", "trees"),
     **dict.fromkeys(COLLECTIVES[1:], ("auto", "words", "bulk")),
     SPARSE: ("exact", "padded"),
@@ -76,6 +78,7 @@ GPU = Profile(
         "small": (
             (1, 4096, 4096), (2, 512, 1024), (3, 256, 512), (5, 1024, 2048), (16, 4096, 4096), (64, 2048, 4096), (128, 4096, 2048)
         ),
+        FEW: ((1, 4096, 4608), (7, 5120, 2304), (16, 8192, 9216), (32, 4096, 2304), (64, 8192, 4608)),
     },
     world=(("large",), ("middle",), ("ragged", "small")),
     half=(("middle", "ragged", "small"),),
@@ -92,6 +95,7 @@ CPU = Profile(
         "even": ((64, 48, 64), (32, 64, 32), (96, 32, 64)),
         "ragged": ((61, 41, 52), (37, 20, 30), (70, 33, 45)),
         "small": ((1, 64, 16), (3, 32, 24), (5, 24, 16)),
+        FEW: ((1, 1024, 48), (16, 64, 96)),
     },
     world=(("even", "ragged", "small"),),
     half=(("even", "ragged", "small"),),
@@ -211,7 +215,7 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
     decks = {name: Deck(rng, shapes) for name, shapes in profile.shapes.items()}
     yes, seldom = Deck(rng, (True, False)), Deck(rng, (True, False, False))
     dtypes, weights, gathered = Deck(rng, DTYPES), Deck(rng, (1, 1, 2, 3)), Deck(rng, (True, False))
-    narrow = Deck(rng, [dtype for dtype in DTYPES if dtype != "float32"])  # for decomposed, which has no other
+    narrow = Deck(rng, [dtype for dtype in DTYPES if dtype != "float32"])  # for what has no other
     transposed, reductions = Deck(rng, (True, False)), Deck(rng, ("sum", "avg", "max"))
     means, unlike = Deck(rng, ("sum", "avg")), Deck(rng, (True, False))
     classes = {entry: Deck(rng, entry) for entry in (*profile.world, *profile.half)}
@@ -220,16 +224,16 @@ def signatures(seed: int, ranks: int, profile: Profile) -> list[Signature]:
         entries = profile.half if place or op not in OVERLAPPED else profile.world
         graphed = rng.randrange(len(entries))
         for i, entry in enumerate(entries):
-            kind = classes[entry].deal()
+            kind = classes[entry].deal() if schedule != FEW else FEW
             m, n, k = decks[kind if kind in decks else f"{kind} {op}"].deal()
             ag, gemm, dtype = op == "ag_gemm", op not in (*COLLECTIVES, SPARSE), "bfloat16"
             if kind != "large":
-                dtype = (narrow if schedule == "decomposed" else dtypes).deal()
+                dtype = (narrow if schedule in ("decomposed", FEW) else dtypes).deal()
             several = op == "all_reduce" or (ag and kind != "large")
             pool.append(
                 Signature(
                     len(pool), place, op, schedule, dtype, m, n, k,
-                    bias=gemm and yes.deal(), transposed=gemm and transposed.deal(),
+                    bias=gemm and yes.deal(), transposed=gemm and schedule != FEW and transposed.deal(),
                     uneven=(gemm and seldom.deal()) or (op == SPARSE and unlike.deal()),
                     weights=weights.deal() if several else 1, gathered=ag and gathered.deal(),
                     graphed=i == graphed and (op, schedule) != WAITS and any(mode in GRAPH_MODES for mode in profile.modes),
