@@ -29,7 +29,7 @@ KERNELS = (
     "gemm_rs_kernel",
     "ag_gemm_kernel",
     "all_reduce_one_shot_kernel",
-    "gemm_ar_fused_kernel",
+    "product_fused_kernel",
     "exchange_words_kernel",
     "exchange_bulk_kernel",
     "relay_words_kernel",

@@ -44,7 +44,7 @@ from ranks import rows_slice
 import fluxlike.kernels.ag_gemm
 import fluxlike.kernels.all_reduce
 import fluxlike.kernels.exchange
-import fluxlike.kernels.gemm_ar
+import fluxlike.kernels.fused
 import fluxlike.kernels.gemm_rs
 import fluxlike.kernels.trees
 from fluxlike.kernels import lang, sync, words
@@ -169,7 +169,7 @@ def _overtaken(group: Any) -> Iterator[None]:
 
     def put(receive: Any, take_words: Any) -> None:
         fluxlike.kernels.all_reduce.receive = fluxlike.kernels.exchange.receive = receive
-        fluxlike.kernels.gemm_ar.take_words = take_words
+        fluxlike.kernels.fused.take_words = take_words
 
     put(*map(held, reads))
     try:
@@ -390,7 +390,7 @@ def lost_words(group: Any, algo: str) -> None:
     exchange = fluxlike.kernels.exchange
     kernels, sends, nothing = {
         "one_shot": (fluxlike.kernels.all_reduce, "put", _put_nothing),
-        "fused": (fluxlike.kernels.gemm_ar, "put_at", _put_nothing_at),
+        "fused": (fluxlike.kernels.fused, "put_at", _put_nothing_at),
         "words": (exchange, "put", _put_nothing),
         "bulk": (exchange, "publish_set_to_all", _publish_nothing_to_all),
         "trees": (fluxlike.kernels.trees, "push", _push_nothing),

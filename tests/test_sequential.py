@@ -13,7 +13,7 @@ from ranks import TORCHRUN, device, rows_slice, run_ranks
 
 import fluxlike
 from fluxlike.kernels import exchange as kernels
-from fluxlike.ops import exchange
+from fluxlike.ops import exchange, fused
 from fluxlike.runtime import env, world
 
 M, N, K = 67, 96, 80
@@ -87,6 +87,31 @@ def memory(group):
 
 def test_memory():
     run_ranks(memory, 3)
+
+
+def in_one_kernel(group, dtype):
+    """gemm_rs of few rows; by torch on a rank whose weight the kernel does not read, while the others go on in one kernel."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, fluxlike.create_gemm_rs_context(64, 1024, None, dtype, group, "sequential") as ctx:
+        patch.setattr(fused, "is_usual", lambda ctx: True)  # not so on a CPU
+        for seed, (each, n, k) in enumerate(((1, 1024, 16), (8, 128, 48), (16, 192, 80), (64 // size, 128, 16))):
+            m = each * size
+            case = RSCase(m, n, [k] * size, dtype, seed, bias=bool(seed % 2))
+            x, w, bias = case.inputs(rank)
+            for unlike in (None, seed % size, seed % size):
+                weight = w.T.contiguous().T if rank == unlike else w
+                y = fluxlike.gemm_rs(x, weight, ctx, bias=bias)
+                same(y, case.expected(rank), f"{m}×{n}×{k}, {unlike}")
+                whole = each * n % 1024 == 0
+                assert ctx.last_path == f"sequential/{'fused' if whole and rank != unlike else 'torch'}"
+        case = RSCase(size + 1, 1024, [16] * size, dtype, 9)
+        same(fluxlike.gemm_rs(*case.inputs(rank)[:2], ctx), case.expected(rank), "uneven rows")
+        assert ctx.last_path == "sequential/torch"
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+def test_few_rows_in_one_kernel(ranks, dtype):
+    run_ranks(in_one_kernel, ranks, dtype=dtype)
 
 
 @triton.jit

@@ -4,19 +4,16 @@ Meant for few rows, as in decoding. Two ways, which meet on the wire, so that ea
 
     torch    one product by torch (cuBLAS), then one kernel of `ops.all_reduce` out of this context's memory into the result.
              Nothing is overlapped; `ops.sequential` says why.
-    fused    both in one kernel, for up to `ROWS` rows that go by one_shot (`kernels.gemm_ar`).
+    fused    both in one kernel, for few rows that go by one_shot (`kernels.fused`).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..kernels.gemm_ar import gemm_ar_fused_kernel
-from ..kernels.tiles import cdiv
 from ..runtime import racecheck
-from . import again, all_reduce, exchange, tiling, validate
+from . import again, all_reduce, fused, tiling, validate
 from .context import check_arguments
 from .exchange import ExchangeContext, Kind
 from .group import Prepared, Told, resolve, told, wants_gradient
@@ -25,10 +22,6 @@ from .refusals import Refusing, check_context
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
 PRODUCTS = ("auto", "torch", "fused")
-#: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
-ROWS, WHOLE = 64, 16
-#: Bytes of shared memory that programs of the fused kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
-SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 
 
 class GemmARContext(ExchangeContext):
@@ -162,37 +155,6 @@ def call(
         return y
 
 
-class Tile(NamedTuple):
-    """Of a fused call: rows that a program has room for, its columns, the depth of a step, and how it is compiled."""
-
-    bm: int
-    bn: int
-    bk: int
-    warps: int
-    stages: int
-
-
-def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
-    """The tile for M rows and N columns on a GPU with so many multiprocessors; None where the kernel is not for such a call.
-
-    Wide tiles read x less often, and narrow ones are at least half as many as there are multiprocessors; with more rows than
-    columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-gemm_ar-fused.md). More than
-    two programs on a multiprocessor would not all run at once, which `kernels.gemm_ar` relies on.
-    """
-    rows = max(16, 1 << (m - 1).bit_length())
-    columns = 64 if 2 * cdiv(n, 64) > programs else 32
-    tiles = cdiv(n, columns)
-    if rows > columns or tiles > exchange.MOST:
-        return None
-    if capability == tiling.CPU:  # where all programs are alive together
-        return Tile(rows, columns, 64, 1, 1)
-    if tiles > exchange.OVER * programs:
-        return None
-    depth, over = 128, 1 if tiles <= programs else exchange.OVER
-    stages = SHARED.get(capability, SMALL) // (2 * (rows + columns) * depth * over)
-    return Tile(rows, columns, depth, 4, min(stages, 8)) if stages > 1 else None
-
-
 def _check_product(product: str, algo: str, dtype: torch.dtype, max_m: int) -> ValueError | None:
     """The error of a context that cannot be."""
     if product not in PRODUCTS:
@@ -201,54 +163,11 @@ def _check_product(product: str, algo: str, dtype: torch.dtype, max_m: int) -> V
         return None
     if algo not in ("auto", "one_shot"):
         return ValueError(f"gemm_ar: product='fused' has algo='one_shot', not {algo!r}; name that, or product='torch'")
-    if dtype == torch.float32 or max_m > ROWS:
+    if dtype == torch.float32 or max_m > fused.ROWS:
         wrong = "torch.float32" if dtype == torch.float32 else f"max_m={max_m}"
-        return ValueError(f"gemm_ar: product='fused' is for 16 bits, and max_m up to {ROWS}, not for {wrong}; leave it 'auto'")
+        most = f"16 bits, and max_m up to {fused.ROWS}"
+        return ValueError(f"gemm_ar: product='fused' is for {most}, not for {wrong}; leave it 'auto'")
     return None
-
-
-def _unfit(
-    ctx: GemmARContext, algo: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
-) -> str | None:
-    """Why a call cannot be fused."""
-    (m, k), n = x.shape, len(weight)
-    if ctx.dtype == torch.float32 or algo != "one_shot":
-        return f"the call is of {ctx.dtype} by {algo}"
-    executor = ctx.world.executor
-    if tile_of(executor.capability, m, n, executor.programs) is None:
-        return f"M={m}, N={n} are too many for it"
-    if m * n % (2 * exchange.WORDS):  # one_shot sends whole blocks, and waits for them
-        return f"M · N = {m * n} is no multiple of {2 * exchange.WORDS}"
-    if k == 0 or n % WHOLE or k % WHOLE:
-        return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
-    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (m > 1 and x.stride(0) % WHOLE):
-        return f"strides {weight.stride()} of weight and {x.stride()} of x are not 1 and a multiple of {WHOLE}"
-    if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (x, weight, y, bias) if t is not None):
-        return f"an operand is a view that negates, or does not lie at a multiple of {again.ALIGNED} bytes"
-    return None
-
-
-def _fused(
-    ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
-) -> Prepared:
-    """The launch of a fused call, planned at most once."""
-    (m, k), n, executor = x.shape, len(weight), ctx.world.executor
-    tile = tile_of(executor.capability, m, n, executor.programs)
-    assert tile is not None
-    biased = bias is not None and ctx.rank == 0
-    constants = dict(R=ctx.size, S=1 << (ctx.size - 1).bit_length(), BM=tile.bm, BN=tile.bn, BK=tile.bk, BIAS=biased)
-    constants |= dict(B=min(exchange.WORDS, tile.bm * tile.bn // 2), WORDS=exchange.WORDS, MOST=exchange.MOST)
-    stride = x.stride(0) if m > 1 else k  # that of a single row says nothing
-    args: tuple = (x, weight, y, bias if biased else ctx.ctl, ctx.epochs, ctx.ctl)
-    args += (m, n, k, stride, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
-    varying: Sequence[int] = (0, 1, 2, 3) if biased else (0, 1, 2)
-    key = "fused", m, n, k, stride, weight.stride(0), biased
-
-    def make() -> Prepared:
-        return ctx.prepare(gemm_ar_fused_kernel, cdiv(n, tile.bn), args, constants, tile, tuple(varying))
-
-    made: Prepared = ctx.plan(key, make)[1]
-    return made
 
 
 class _Plan(NamedTuple):
@@ -265,11 +184,12 @@ class _Plan(NamedTuple):
 def _plan(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
     m, n = y.shape
     algo = all_reduce.choose(y.nbytes, ctx.size) if ctx.algo == "auto" else ctx.algo
-    unfit = "the group has one rank" if ctx.size == 1 else _unfit(ctx, algo, x, weight, bias, y)
+    unfit = fused.unfit(ctx, x, weight, bias, y) if ctx.size > 1 and algo == "one_shot" else "it goes otherwise"
     if ctx.product == "fused" and unfit and ctx.size > 1:
         raise ValueError(f"gemm_ar: this context has product='fused', and {unfit}; make one with product='auto' or 'torch'")
-    if not unfit and (ctx.product == "fused" or (ctx.product == "auto" and ctx.world.executor.capability != tiling.CPU)):
-        return _Plan(told(f"{algo}/fused", M=m, N=n), None, [], _fused(ctx, x, weight, bias, y))
+    if not unfit and (ctx.product == "fused" or (ctx.product == "auto" and fused.is_usual(ctx))):
+        launch = fused.launch(ctx, x, weight, None if ctx.rank else bias, y)
+        return _Plan(told(f"{algo}/fused", M=m, N=n), None, [], launch)
     call = told(f"{algo}/torch", M=m, N=n)
     if ctx.size == 1:
         return _Plan(call, None, [])
@@ -287,7 +207,7 @@ def _make(
     ctx.begin(plan.call)
     with ctx.begun():
         if plan.fused is not None:
-            plan.fused((x, weight, y, bias) if bias is not None and ctx.rank == 0 else (x, weight, y))
+            plan.fused((x, weight, y) if bias is None or ctx.rank else (x, weight, y, bias))
             return
         partial = y if plan.partial is None else plan.partial
         if x.shape[1] == 0:

@@ -263,7 +263,7 @@ def _plan(
     chosen = ctx.choose(ctx.problem(m, n, ctx.k if whole is None else whole, full))
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, n, y, full, M=m, N=n)
+        return sequential.scatter(ctx, x, weight, bias, y, full)
     if transport == decomposed.NAME:
         return decomposed.scatter(ctx, m, bias, y, full, _queue_copies)
     tile, padded = tiling.readable(chosen.tile, ctx.world.executor.capability, full, x, weight)

@@ -5,6 +5,7 @@ weight is most, and a trip of `kernels.exchange` some four. Cutting the product 
 each piece, cost more than they hide. Measured: docs/performance.md, "Few rows". And fp32, whose products take 14 times as long.
 
     gemm_rs   partial = x · Wᵀ  [M, N], rounded to the dtype;  y = reduce_scatter(partial)
+              both in one kernel, `kernels.fused`, on GPUs and for up to 64 rows whose operands can be read so
     ag_gemm   gathered = all_gather(x)  [M, K];  z = gathered · Wᵀ (+ bias)
 
 The exchange has a context of its own inside that of the operation (`memory`), with its own count of calls. The protocol is that of
@@ -26,9 +27,9 @@ import torch
 from ..kernels.tiles import cdiv
 from ..runtime import racecheck
 from ..runtime.control import ControlGroup
-from . import exchange
+from . import exchange, fused
 from .exchange import ExchangeContext, Kind
-from .group import Prepared, Told
+from .group import Prepared, Told, told
 
 if TYPE_CHECKING:
     from .context import Context
@@ -60,6 +61,19 @@ class Plan(NamedTuple):
     #: Launches of the exchange, and the element at which each begins; none in a group of one.
     launches: list[tuple[int, Prepared]]
     call: Told
+    #: Of a call in one kernel, its launch, in place of all else.
+    fused: Prepared | None = None
+
+
+def scatter(
+    ctx: "Context", x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
+) -> Plan:
+    """For calls of gemm_rs, on GPUs in one kernel where that is possible on this rank."""
+    m, n = len(x), len(weight)
+    if ctx.exchange is not None and fused.is_usual(ctx.exchange) and fused.unfit(ctx.exchange, x, weight, bias, y) is None:
+        launch = fused.launch(ctx.exchange, x, weight, bias, y)
+        return Plan(y, full, [], told(f"{NAME}/fused", M=m, N=n, by=NAME), launch)
+    return plan(ctx, m, n, y, full, M=m, N=n)
 
 
 def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **sizes: int) -> Plan:
@@ -87,6 +101,9 @@ def gemm_rs(
     """A call of `ops.gemm_rs`."""
     ctx.begin(plan.call)
     with ctx.begun():
+        if plan.fused is not None:
+            plan.fused((x, weight, y) if bias is None else (x, weight, y, bias))
+            return
         if ctx.size == 1:
             ctx.multiply(x, weight, y, bias)
             return

@@ -108,6 +108,7 @@ def cases(capability: int) -> list[Case]:
     found.append(Case("gemm_ar", "fused", "few"))
     if capability == 90:
         found += [Case("gemm_ar", "fused", "fewer", torch.float16), Case("gemm_ar", "fused", "rows", bias=True)]
+        found.append(Case("gemm_rs", "sequential", "few", bias=True))
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
@@ -200,7 +201,7 @@ def _counts(
     Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
     """
     # waits for words: for everything at once, by pieces of a tile, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "gemm_ar_fused_kernel": pieces}.get(name, 0)
+    looks = {"all_reduce_one_shot_kernel": 1, "product_fused_kernel": pieces}.get(name, 0)
     looks += {"exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
@@ -251,7 +252,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "gemm_rs_decomposed_sum_kernel": (peers, 1, 1, 0),
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
-        "gemm_ar_fused_kernel": (0, 0, 0, 1),
+        "product_fused_kernel": (0, 0, 0, 1),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, rooted, rooted, 0),
@@ -282,7 +283,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    pieces = given["BM"] * given["BN"] // 2 // given["B"] if launch.name == "gemm_ar_fused_kernel" else 0
+    pieces = given["BM"] * given["BN"] // 2 // given["B"] if launch.name == "product_fused_kernel" else 0
     words, mates = scatter + owners * gather, given.get("L", 1) > 1
     counts = _counts(launch.name, waits, releases, arrivals, peers, words, pieces, bool(last), mates)
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
@@ -300,7 +301,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     tma, vec = given.get("TMA", False), given.get("VEC", True)
     fp32 = any("fp32" in launch.signature[name] for name in launch.payload)
     mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
-    if launch.name == "gemm_ar_fused_kernel" and columns < 64:  # of which the products of whole warpgroups take 64
+    if launch.name == "product_fused_kernel" and columns < 64:  # of which the products of whole warpgroups take 64
         mma = "mma.sync"
     ahead = launch.stages if mma in ("wgmma", "tcgen05") else launch.stages - 1  # one is being multiplied
     return replace(

@@ -1,0 +1,116 @@
+"""GEMM + AllReduce and GEMM + ReduceScatter of few rows, each in one kernel. This docstring is the design record.
+
+What it computes: Σ_ranks x · Wᵀ (+ bias), x [M, K] and W [N, K] of the rank, M ≤ 64; on every rank all rows y [M, N] or, PARTS, the
+rank's own chunk of them, y [M / R, N].
+
+With few rows a product lasts as long as its weight takes to come from memory. Each program has BN columns of y, so BN rows of W,
+and reads them from end to end; together they are as fast as memory, which cuBLAS is not at all of these sizes. What a program
+has is then a part of the result on every rank: it pushes it to the peers, as words that are their own flag, takes theirs, and adds
+them in fp32 in the order of the ranks, rounded once. No launch and no trip through memory is between product and exchange, and the
+host makes one launch where it made two calls.
+
+On the wire this is a call of `all_reduce.all_reduce_one_shot_kernel` or, PARTS, of `exchange.exchange_words_kernel`: the same rows,
+in which the word of elements i and i + 1 of a part lies at place i / 2, and the same count of calls; the blocks of those kernels
+are all whole, as parts are multiples of theirs. What is said there of what may be overwritten holds here. So each rank is free to
+make its part of a call by this kernel, or by torch's product and that one: a weight that is stored otherwise on one rank is that
+rank's affair.
+
+Programs wait for words that other programs push there: by tiles here, by blocks where a rank has the other kernel. Every program
+has pushed all it has before it waits, and all of a launch run at once: there are no more than multiprocessors take (`ops.fused`).
+So nobody waits for a program that waits for a place.
+
+What is computed is W · xᵀ: tensor cores of Hopper take 64 rows at least, which W has, and few columns, which the rows of x are
+then. Products are summed in fp32, a bias is added (by the first rank, or by the owner of rows), and the sum rounded to the dtype,
+as torch's product in front of an exchange would be.
+"""
+
+import triton
+import triton.language as tl
+
+from .blocks import add_bias, load_a, load_b, vectorised
+from .elements import SUM, advance, pack, reduce_words, row_from, row_of
+from .sync import WAIT_PARTIAL
+from .words import put_at, sendable, take_words
+
+
+@triton.jit
+def piece(words, number: tl.constexpr, PIECES: tl.constexpr, B: tl.constexpr):
+    """B words from number · B on."""
+    if PIECES == 1:
+        part = words
+    else:
+        at = tl.arange(0, PIECES)[:, None]
+        part = tl.sum(tl.where(at == number, tl.reshape(words, (PIECES, B)), 0), axis=0)
+    return part
+
+
+@triton.jit
+def places(number: tl.constexpr, first, rows, column, N, BN: tl.constexpr, B: tl.constexpr):
+    """Where the words of a piece of a tile are among those of a part, ``rows`` rows from ``first`` on, and which are in it."""
+    at = number * B + tl.arange(0, B)
+    row, pair = at // (BN // 2) - first, at % (BN // 2)
+    inside = (row >= 0) & (row < rows) & (pair < (N - column) // 16 * 8)
+    return row.to(tl.int64) * (N // 16 * 8) + column // 16 * 8 + pair, inside
+
+
+@triton.jit
+def product(
+    x, w, bias, column, first, rows, M, N, K, stride_x, stride_w,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """x · Wᵀ, a tile [BM, BN] in fp32; with the bias in ``rows`` rows from ``first`` on."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in range(0, K, BK):
+        a = load_a(x, 0, k, M, K, stride_x, BM, BK, False)
+        b = load_b(w, column, k, N, K, stride_w, BN, BK, False, False)
+        acc = tl.dot(b.T, a.T, acc)
+    tile = acc.T
+    if BIAS:
+        row = tl.arange(0, BM)[:, None]
+        tile = tl.where((row >= first) & (row < first + rows), add_bias(tile, bias, column, N, BN, BIAS), tile)
+    return tile
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "stride_x", "stride_w", "capacity", "offset", "rank"])
+def product_fused_kernel(
+    x, w, y, bias, epochs, ctl, M, N, K, stride_x, stride_w, capacity, offset, rank,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One call; a program for every BN columns. N, K and strides are multiples of 16, addresses of 16 bytes, y has no gaps.
+
+    ``capacity``: blocks, of WORDS words each, of a row of the exchange. S: R rounded up to a power of two. B: words of a piece of
+    a tile. PARTS: R divides M. MOST: programs that a launch may have.
+    """
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program) + 1
+    N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, True)
+    column = program * BN
+    rows = M // R if PARTS else M
+    own = rank * rows if PARTS else 0
+    sets: tl.constexpr = R - 1 if PARTS else 2 * (R - 1)  # rows of a set
+    element: tl.constexpr = y.dtype.element_ty
+    pieces: tl.constexpr = BM * BN // 2 // B
+    tile = product(x, w, bias, column, own, rows, M, N, K, stride_x, stride_w, BM, BN, BK, BIAS)
+    low, high = tl.split(tl.reshape(tile, (BM * BN // 2, 2)))
+    words = sendable(pack(low, high, element, 2))
+    pitch = capacity.to(tl.int64) * WORDS
+    for number in tl.static_range(pieces):
+        mine = piece(words, number, pieces, B)
+        for step in tl.static_range(1, R):
+            peer = (rank + step) % R
+            at, inside = places(number, peer * rows if PARTS else 0, rows, column, N, BN, B)
+            there = row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, sets)
+            put_at(tl.multiple_of(there + at, 16), inside, mine)
+    here = row_of(ctl, rank, offset, epoch, 0, pitch, sets)
+    source = tl.arange(0, S)[None, :]
+    for number in tl.static_range(pieces):
+        mine = piece(words, number, pieces, B)
+        at, inside = places(number, own, rows, column, N, BN, B)
+        theirs = inside[:, None] & (source != rank) & (source < R)
+        pointers = tl.multiple_of(here + row_from(source, rank) * pitch + at[:, None], [16, 1])
+        kept, sources = tl.broadcast_to(mine[:, None], (B, S)), tl.broadcast_to(source, (B, S))
+        got = take_words(pointers, theirs, kept, sources, ctl, rank, WAIT_PARTIAL, R)
+        result = reduce_words(got, element, SUM, R, S, 2)
+        tl.store(tl.multiple_of(y.to(tl.pointer_type(tl.int32), bitcast=True) + at, 16), result, mask=inside)
+    advance(epochs, ctl, epoch, MOST)

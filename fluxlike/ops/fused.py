@@ -1,0 +1,96 @@
+"""Products of few rows that are exchanged by the kernel that makes them (`kernels.fused`): which calls, in what tiles, launches."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.fused import product_fused_kernel
+from ..kernels.tiles import cdiv
+from . import again, exchange, tiling
+from .group import Prepared
+
+#: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
+ROWS, WHOLE = 64, 16
+#: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
+SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
+
+
+class Tile(NamedTuple):
+    """Rows that a program has room for, its columns, the depth of a step, and how it is compiled."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
+    """The tile for M rows and N columns on a GPU with so many multiprocessors; None where the kernel is not for such a call.
+
+    Wide tiles read x less often, and narrow ones are at least half as many as there are multiprocessors; with more rows than
+    columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-fused.md). More than two
+    programs on a multiprocessor would not all run at once, which `kernels.fused` relies on.
+    """
+    rows = max(16, 1 << (m - 1).bit_length())
+    columns = 64 if 2 * cdiv(n, 64) > programs else 32
+    tiles = cdiv(n, columns)
+    if rows > columns or tiles > exchange.MOST:
+        return None
+    if capability == tiling.CPU:  # where all programs are alive together
+        return Tile(rows, columns, 64, 1, 1)
+    if tiles > exchange.OVER * programs:
+        return None
+    depth, over = 128, 1 if tiles <= programs else exchange.OVER
+    stages = SHARED.get(capability, SMALL) // (2 * (rows + columns) * depth * over)
+    return Tile(rows, columns, depth, 4, min(stages, 8)) if stages > 1 else None
+
+
+def is_usual(ctx: exchange.ExchangeContext) -> bool:
+    """Whether calls that can be fused are, where nothing else is asked for: not on a CPU, where torch's products are faster."""
+    return bool(ctx.world.executor.capability != tiling.CPU)
+
+
+def unfit(
+    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> str | None:
+    """Why a call that is exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks."""
+    (m, k), n, executor = x.shape, len(weight), ctx.world.executor
+    if y.dtype == torch.float32:
+        return "it is of torch.float32"
+    if tile_of(executor.capability, m, n, executor.programs) is None:
+        return f"M={m}, N={n} are too many for it"
+    if len(y) not in (m, m / ctx.size) or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
+        return f"the part of a rank, [{len(y)}, {n}], is no multiple of {2 * exchange.WORDS} elements, or not the same on all"
+    if k == 0 or n % WHOLE or k % WHOLE:
+        return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
+    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (m > 1 and x.stride(0) % WHOLE):
+        return f"strides {weight.stride()} of weight and {x.stride()} of x are not 1 and a multiple of {WHOLE}"
+    if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (x, weight, y, bias) if t is not None):
+        return f"an operand is a view that negates, or does not lie at a multiple of {again.ALIGNED} bytes"
+    return None
+
+
+def launch(
+    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+) -> Prepared:
+    """The launch of a call that is not `unfit`, planned at most once. It takes x, weight and y and, if there is one, the bias.
+
+    In an exchange that gathers, y is all rows, and the bias for the first rank only.
+    """
+    (m, k), n, executor = x.shape, len(weight), ctx.world.executor
+    tile = tile_of(executor.capability, m, n, executor.programs)
+    assert tile is not None
+    constants = dict(R=ctx.size, S=1 << (ctx.size - 1).bit_length(), BM=tile.bm, BN=tile.bn, BK=tile.bk)
+    constants |= dict(B=min(exchange.WORDS, tile.bm * tile.bn // 2), WORDS=exchange.WORDS)
+    constants |= dict(PARTS=not ctx.kind.gather, BIAS=bias is not None, MOST=exchange.MOST)
+    stride = x.stride(0) if m > 1 else k  # that of a single row says nothing
+    args = (x, weight, y, ctx.ctl if bias is None else bias, ctx.epochs, ctx.ctl)
+    sizes = (m, n, k, stride, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
+    varying = (0, 1, 2) if bias is None else (0, 1, 2, 3)
+
+    def make() -> Prepared:
+        return ctx.prepare(product_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)
+
+    made: Prepared = ctx.plan(("fused", x.dtype, *sizes[:5], bias is None), make)[1]
+    return made
