@@ -78,9 +78,9 @@ def create_gemm_rs_context(
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
             kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
             Two that leave the products to cuBLAS, from which auto chooses, too: "sequential", for few rows, and for float32: one
-            product, then one exchange kernel (`ops.sequential`); "decomposed", not in float32: one product a chunk, each chunk by
-            the copy engine (`ops.decomposed`). And one that auto does not choose: "stream_k", in-kernel, with the product cut into
-            equal shares of k-steps (`kernels.gemm_rs_stream_k`).
+            product, then one exchange kernel, or both in one kernel up to 64 rows (`ops.sequential`); "decomposed", not in float32:
+            one product a chunk, each chunk by the copy engine (`ops.decomposed`). And one that auto does not choose: "stream_k",
+            in-kernel, with the product cut into equal shares of k-steps (`kernels.gemm_rs_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -122,7 +122,8 @@ def gemm_rs(
 
     Numerics: products and the sum over ranks in fp32, the sum in a fixed order (own rank, then r+1, r+2, …); partial sums of
     the other ranks travel in the dtype; one rounding of the sum. The same bits on every repeat. Where torch multiplies
-    (``ctx.last_path`` has "/torch"), see `ops.sequential` and `ops.decomposed`. In float32 "auto" mostly has torch
+    (``ctx.last_path`` has "/torch"), or one kernel multiplies and exchanges ("/fused"), see `ops.sequential` and
+    `ops.decomposed`. In float32 "auto" mostly has torch
     multiply on GPUs, at IEEE precision unless torch's switches allow TF32.
 
     Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op

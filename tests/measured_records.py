@@ -1,0 +1,126 @@
+"""The records of docs/measured, as `performance_tables` reads them: medians, paths, commits; and cells of its tables."""
+
+import json
+import statistics
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "docs" / "measured"
+OPS = ("gemm_rs", "ag_gemm")
+COLLECTIVES = ("all_reduce", "resnet50", "gemm_ar", "reduce_scatter", "all_gather", "reduce", "broadcast")
+#: Machines with the headline suite: their records of an op, eager and in graphs.
+HEADLINE = {
+    "4×H100": ("2026-11-26-{}-headline-H100-R4.json", "2026-11-26-{}-headline-H100-R4-graph.json"),
+    "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
+    "2×H200": ("2026-11-27-{}-headline-R2.json", "2026-11-27-{}-headline-R2-graph.json"),
+    "2×H100": ("2026-11-25-{}-timed-H100-R2.json", "2026-11-25-{}-timed-H100-R2-graph.json"),
+}
+#: Those whose later records are in the table above.
+EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json")}
+EARLIER |= {"2×H200,-all-schedules": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json")}
+#: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
+CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
+CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
+CODE_OF |= {f"2026-11-26-{name}-H100-R2.json": "29ae4f5" for name in ("gemm_rs-out", "ag_gemm-out", "ag_gemm-out-short")}
+CODE_OF |= {f"2026-11-26-{name}-R2{mode}.json": "3069af8" for name in COLLECTIVES for mode in ("", "-graph")}
+CODE_OF |= {f"2026-11-26-{name}-sets-R2{mode}.json": "deecd1c" for name in COLLECTIVES for mode in ("", "-graph")}
+CODE_OF |= {f"2026-11-26-{op}-large-R2.json": "7bc2ac2" for op in OPS}
+CODE_OF |= {f"2026-11-26-all_reduce-ahead-{turns}-R2-graph.json": "e529838 but for what auto takes" for turns in (1, 2)}
+CODE_OF |= {f"2026-11-25-{op}-said-{model}-H100-R2.json": "0be2ba4" for op in OPS for model in ("8b", "70b")}
+#: Machine and record of an op with few rows, by commit.
+FEW = {
+    "41ce960": ("4×H200", "2026-11-22-{}-small-m-words-R4-graph.json"),
+    "42973eb": ("4×H200", "2026-11-22-{}-small-m-R4-graph.json"),
+    "2ac2636": ("2×H200", "2026-11-27-{}-small-m-R2-graph.json"),
+}
+CODE_OF |= {f"2026-11-27-{op}-headline-R2{mode}.json": "2ac2636" for op in OPS for mode in ("", "-graph")}
+CODE_OF |= dict.fromkeys([*map(FEW["2ac2636"][1].format, OPS), "2026-11-27-ag_gemm-llama-8b-R2.json"], "2ac2636")
+MODES = ("", "-graph")
+FUSED = tuple(
+    f"2026-11-27-{op}-{how}-R2{mode}.json" for op in ("gemm_rs", "gemm_ar") for how in ("fused", "unfused") for mode in MODES
+)
+CODE_OF |= dict.fromkeys(FUSED, "727500b")
+#: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
+EXPOSED = 0.05
+NONE = "–"
+
+
+class Record(NamedTuple):
+    """Medians in µs and, by the same keys, the paths that calls took; of the host, too."""
+
+    name: str
+    commit: str
+    times: dict[str, dict[str, float]]
+    paths: dict[str, str]
+    host: dict[str, dict[str, float]]
+
+    @property
+    def link(self) -> str:
+        return f"measured/{self.name}"
+
+
+@cache
+def read(name: str) -> Record:
+    path = MEASURED / name
+    if not path.exists():  # of this one the JSON is lost, and a page has what bench printed
+        return printed(path.with_suffix(".md"))
+    data = json.loads(path.read_text())
+    commit = data["environment"]["commit"] or ""
+    times, paths, host = {}, {}, {}
+    for shape in data["shapes"]:
+        methods = shape["methods"]
+        where = str(shape["nbytes"] if "nbytes" in shape else len(shape.get("keys", ())))
+        if "m" in shape:
+            where = f"{shape['m']}×{shape['n']}×{shape['k']}"
+        times[where] = {method: facts["ms"]["median"] * 1e3 for method, facts in methods.items() if facts["ms"]}
+        paths[where] = methods["auto"]["path"].split("/")[0] if "auto" in methods else ""
+        host[where] = {method: facts["host_us"] for method, facts in methods.items() if facts["host_us"] is not None}
+    commit = CODE_OF.get(name) or CODE_OF.get(commit, commit[:7] + " with changes" * commit.endswith("with changes"))
+    return Record(name, commit, times, paths, host)
+
+
+def printed(path: Path) -> Record:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in path.read_text().splitlines() if line.startswith("|")]
+    methods = rows[0][1:]
+    times = {row[0]: {method: float(cell.split()[0]) for method, cell in zip(methods, row[1:], strict=True)} for row in rows[2:]}
+    json_of = json.loads(path.with_name(path.name.replace("-graph.md", ".json")).read_text())
+    return Record(path.name, CODE_OF[json_of["environment"]["commit"]], times, dict.fromkeys(times, NONE), {})
+
+
+def headline(machine: str, op: str) -> tuple[Record, Record]:
+    eager, graph = (read(name.format(op)) for name in (HEADLINE | EARLIER)[machine])
+    assert eager.commit == graph.commit
+    return eager, graph
+
+
+def us(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def table(heads: str, rows: list[list[str]], words: int = 1) -> str:
+    """Of which the first columns are of ``words``, and the others of numbers."""
+    names = heads.split(" | ")
+    lines = [names, ["---"] * words + ["--:"] * (len(names) - words), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def linked(op: str, record: Record, rows: list[list[str]]) -> str:
+    """The op, with its record where ``rows`` do not have that yet."""
+    link = f"[{op}]({record.link})"
+    return op if any(row[0] == link for row in rows) else link
+
+
+def spread(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} / {statistics.median(ratios):.2f} / {max(ratios):.2f}"
+
+
+def ratios(record: Record, peer: str) -> list[float]:
+    return [times[peer] / times["auto"] for times in record.times.values()]
+
+
+def hidden(times: dict[str, float]) -> str:
+    """E, where there is something to hide."""
+    gemm, torch = times["gemm"], times["torch"]
+    return f"{1 - (times['auto'] - gemm) / (torch - gemm):.2f}" if torch - gemm > EXPOSED * gemm else NONE
