@@ -30,6 +30,7 @@ KERNELS = (
     "ag_gemm_kernel",
     "all_reduce_one_shot_kernel",
     "product_fused_kernel",
+    "gather_fused_kernel",
     "exchange_words_kernel",
     "exchange_bulk_kernel",
     "relay_words_kernel",
@@ -131,6 +132,7 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
         cases = [variants.Case(op, transport, "waves")] if kernel in SHARING else []
+        cases += [variants.Case("ag_gemm", "sequential", "few")] if kernel == "gather_fused_kernel" else []
         cases = between_nodes if transport == "messages" else [variants.Case(*CALLS.get(transport, (op, transport))), *cases]
         for launch in itertools.chain.from_iterable(variants.launches(case, CAPABILITY) for case in cases):
             if launch.name == kernel:

@@ -24,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import fluxlike
 from fluxlike import kernels
-from fluxlike.ops import cost
+from fluxlike.ops import cost, fused
 from fluxlike.runtime import env, world
 
 #: By the host, and by kernels.
@@ -82,6 +82,13 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
         for n in (96, 32, 96):
             y = fluxlike.gemm_ar(several[rank].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
             assert torch.equal(y.cpu(), several.float().sum(0).bfloat16().repeat(1, n // 16)), f"gemm_ar fused {n}"
+    usual, fused.is_usual = fused.is_usual, lambda ctx: True  # in the interpreter, too
+    with fluxlike.create_ag_gemm_context(8 * ranks, 96, 16, schedule="sequential") as ctx:
+        for n in (96, 32, 96):
+            z = fluxlike.ag_gemm(several[rank, :8].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
+            assert torch.equal(z.cpu(), several[:, :8].reshape(-1, 16).repeat(1, n // 16)), f"ag_gemm fused {n}"
+            assert ctx.last_path == "sequential/fused"
+    fused.is_usual = usual
 
 
 def sparse(rank: int, ranks: int, device: torch.device) -> None:

@@ -48,7 +48,7 @@ import fluxlike.kernels.fused
 import fluxlike.kernels.gemm_rs
 import fluxlike.kernels.trees
 from fluxlike.kernels import lang, sync, words
-from fluxlike.ops import gemm_ar, sparse_all_reduce
+from fluxlike.ops import fused, gemm_ar, sparse_all_reduce
 from fluxlike.runtime import env, interpreter, programs, shm, world
 
 RANKS = 3
@@ -199,14 +199,21 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
 
 
 def _fused(ranks: int, rank: int, call: int, several: bool) -> bool:
-    """gemm_ar in one kernel: three programs with several pieces each, or one with one."""
+    """gemm_ar in one kernel: three programs with several pieces each, or one with one. Then ag_gemm, with data of one or more."""
+    fused.is_usual = lambda ctx: True
     known = (ctx for ctx in world.current().contexts if isinstance(ctx, gemm_ar.GemmARContext))
     ctx = next(known, None) or fluxlike.create_gemm_ar_context(64, 192, torch.float16, product="fused")
     (m, n), generator = (64, 192) if several else (32, 32), torch.Generator().manual_seed(call)
     x = torch.randint(-2, 3, (ranks, m, 32), generator=generator).half()
     w = torch.randint(-2, 3, (ranks, n, 32), generator=generator).half()
     y = fluxlike.gemm_ar(x[rank], w[rank], ctx)
-    return torch.equal(y.float(), _exact(torch.einsum("rmk,rnk->mn", x.float(), w.float())))
+    right = torch.equal(y.float(), _exact(torch.einsum("rmk,rnk->mn", x.float(), w.float())))
+    made = (ctx for ctx in world.current().contexts if ctx.op == "ag_gemm" and hasattr(ctx, "schedule"))
+    ag = next(made, None) or fluxlike.create_ag_gemm_context(48, 192, 32, torch.float16, schedule="sequential")
+    rows = x[:, :16] if several else x[:, :1]
+    z = fluxlike.ag_gemm(rows[rank], w[rank], ag)
+    assert ag.last_path == "sequential/fused"
+    return right and torch.equal(z.float(), _exact(rows.reshape(-1, 32).float() @ w[rank].float().T))
 
 
 def _sparse(ranks: int, rank: int, kind: str, call: int) -> bool:

@@ -136,7 +136,7 @@ def plan(mutant: Mutant) -> list[tuple[str, str]]:
 
 #: By the beginnings of kernels' names, the operations that launch them; others are for several.
 OF = {"gemm_rs": "gemm_rs", "ag_": "ag_gemm", "messages": "messages"}
-OF |= dict.fromkeys(("all_reduce", "exchange", "relay", "sparse", "gemm_ar"), "all_reduce")
+OF |= dict.fromkeys(("all_reduce", "exchange", "relay", "sparse", "product", "gather"), "all_reduce")
 
 
 def kernels_of(op: str) -> tuple[str, ...]:

@@ -114,6 +114,34 @@ def test_few_rows_in_one_kernel(ranks, dtype):
     run_ranks(in_one_kernel, ranks, dtype=dtype)
 
 
+def gathered_in_one_kernel(group, dtype):
+    """ag_gemm of few rows, uneven ones too, of one weight and of several; and with a rank that goes on as before."""
+    dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
+    with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(64, 192, 2048, dtype, group, "sequential") as ctx:
+        patch.setattr(fused, "is_usual", lambda ctx: True)  # not so on a CPU
+        for seed, (m, n, k) in enumerate(((size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80))):
+            case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed % 2))
+            x, w, bias = case.inputs(rank)
+            whole, results = case.whole()
+            for unlike, several in ((None, False), (seed % size, False), (None, True)):
+                weight = w.T.contiguous().T if rank == unlike else w
+                weights = [weight, w[: n // 2]] if several else weight
+                biases = [bias, bias[: n // 2]] if several and bias is not None else bias
+                before = ctx.stats["launches"], ctx.stats["products"]
+                z, rows = fluxlike.ag_gemm(x, weights, ctx, bias=biases, m=m, return_gathered=True)
+                same(rows, whole, "gathered")
+                for i, found in enumerate(z if several else [z]):
+                    same(found, results[rank][:, : n // (i + 1)], f"{m}×{n}×{k}, {unlike}, weight {i}")
+                assert ctx.last_path == f"sequential/{'torch' if rank == unlike else 'fused'}"
+                made = ctx.stats["launches"] - before[0], ctx.stats["products"] - before[1]
+                assert made == (1, 1 if rank == unlike or several else 0)
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+def test_few_rows_are_gathered_in_one_kernel(ranks, dtype):
+    run_ranks(gathered_in_one_kernel, ranks, dtype=dtype)
+
+
 @triton.jit
 def put_nothing(start, words, B: tl.constexpr):
     pass

@@ -1,7 +1,7 @@
-"""GEMM + AllReduce and GEMM + ReduceScatter of few rows, each in one kernel. This docstring is the design record.
+"""GEMM + AllReduce, GEMM + ReduceScatter and AllGather + GEMM of few rows, each in one kernel. The design record.
 
-What it computes: Σ_ranks x · Wᵀ (+ bias), x [M, K] and W [N, K] of the rank, M ≤ 64; on every rank all rows y [M, N] or, PARTS, the
-rank's own chunk of them, y [M / R, N].
+``product_fused_kernel`` computes Σ_ranks x · Wᵀ (+ bias), x [M, K] and W [N, K] of the rank, M ≤ 64; on every rank all rows,
+y [M, N] or, PARTS, the rank's own chunk of them, y [M / R, N].
 
 With few rows a product lasts as long as its weight takes to come from memory. Each program has BN columns of y, so BN rows of W,
 and reads them from end to end; together they are as fast as memory, which cuBLAS is not at all of these sizes. What a program
@@ -22,15 +22,23 @@ So nobody waits for a program that waits for a place.
 What is computed is W · xᵀ: tensor cores of Hopper take 64 rows at least, which W has, and few columns, which the rows of x are
 then. Products are summed in fp32, a bias is added (by the first rank, or by the owner of rows), and the sum rounded to the dtype,
 as torch's product in front of an exchange would be.
+
+``gather_fused_kernel`` computes z = x · Wᵀ (+ bias), x [M, K] of the shards of all ranks and W [N, K] of the rank. Its programs
+first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
+Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's number, for which all wait, and
+then each multiplies its BN columns. Until then W can come to the L2 cache: the first lines of each row are asked for ahead, as many
+as memory brings while a trip lasts. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
+as these follow each other on the stream.
 """
 
 import triton
 import triton.language as tl
 
-from .blocks import add_bias, load_a, load_b, vectorised
-from .elements import SUM, advance, pack, reduce_words, row_from, row_of
-from .sync import WAIT_PARTIAL
-from .words import put_at, sendable, take_words
+from .blocks import add_bias, load_a, load_b, store_block, vectorised
+from .elements import SUM, advance, load_payload, pack, place_in_part, reduce_words, row_from, row_of, store_payload
+from .lang import drain_stores, prefetch
+from .sync import ARRIVED, WAIT_PARTIAL, WAIT_RESULT, publish_set, wait
+from .words import put, put_at, receive_from, sendable, take_words
 
 
 @triton.jit
@@ -113,4 +121,66 @@ def product_fused_kernel(
         got = take_words(pointers, theirs, kept, sources, ctl, rank, WAIT_PARTIAL, R)
         result = reduce_words(got, element, SUM, R, S, 2)
         tl.store(tl.multiple_of(y.to(tl.pointer_type(tl.int32), bitcast=True) + at, 16), result, mask=inside)
+    advance(epochs, ctl, epoch, MOST)
+
+
+@triton.jit
+def ask_for(w, column, N, K, stride_w, BN: tl.constexpr, LINES: tl.constexpr):
+    """The first LINES lines of the rows of W that belong to BN columns."""
+    at = tl.arange(0, BN * LINES)
+    row, element = tl.minimum(column + at // LINES, N - 1), tl.minimum(at % LINES * 64, K - 1)
+    prefetch(w + row.to(tl.int64) * stride_w + element)
+
+
+@triton.jit
+def open_gate(gate, ctl, writers, epoch):
+    """By each of the programs that have stored something: it is there, and the last of them says so."""
+    drain_stores(False)
+    arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    if arrived == writers - 1:
+        tl.store(ctl + ARRIVED, 0)
+        publish_set(gate, epoch, False)
+
+
+@triton.jit(do_not_specialize=[
+    "n", "chunk", "width", "part", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
+])  # fmt: skip
+def gather_fused_kernel(
+    x, gathered, w, z, bias, gate, epochs, ctl, n, chunk, width, part, M, N, K, stride_w, capacity, offset, rank,
+    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, VEC: tl.constexpr,
+    LINES: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """One call; a program for every BN columns. N, K and stride_w are multiples of 16, addresses of 16 bytes.
+
+    x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part``, ``capacity`` and VEC as in
+    `exchange.exchange_words_kernel`, of blocks of WORDS words. LINES: of 128 bytes, of each row of W that are asked for ahead.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(epochs + program) + 1
+    pitch = capacity.to(tl.int64) * WORDS
+    for block in range(program, part, programs):
+        source, left = place_in_part(x, ctl, 1, part, 0, n, chunk, width, rank, block, R, True, 2 * WORDS, False, VEC)
+        mine = sendable(load_payload(source, left, 2, WORDS))
+        for step in tl.static_range(1, R):
+            peer = (rank + step) % R
+            put(row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, R - 1) + block * WORDS, mine, WORDS)
+        place, left = place_in_part(gathered, ctl, 1, part, 1, n, chunk, width, rank, block, R, False, 2 * WORDS, False, VEC)
+        store_payload(place, left, mine, 2, WORDS)
+    ask_for(w, program * BN, N, K, stride_w, BN, LINES)
+    here = row_of(ctl, rank, offset, epoch, 0, pitch, R - 1)
+    for block in range(program, part, programs):
+        for step in tl.static_range(1, R):
+            owner = (rank + step) % R
+            row = here + row_from(owner, rank) * pitch
+            got = receive_from(row + block * WORDS, owner, ctl, rank, WAIT_RESULT, R, WORDS)
+            place, left = place_in_part(gathered, ctl, 1, part, 1, n, chunk, width, owner, block, R, False, 2 * WORDS, False, VEC)
+            store_payload(place, left, got, 2, WORDS)
+    if program < part:
+        open_gate(gate, ctl, tl.minimum(part, programs), epoch)
+    wait(gate, epoch, ctl, rank, WAIT_RESULT, rank, R)
+    N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)
+    column = program * BN
+    tile = product(gathered, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, BIAS)
+    store_block(z, tile.to(z.dtype.element_ty), 0, column, M, N, N, BM, BN)
     advance(epochs, ctl, epoch, MOST)

@@ -376,7 +376,7 @@ def _plan(
         chosen = ctx.choose(problem)
     transport, subs = chosen.transport, chosen.subs
     if transport == sequential.NAME:
-        return sequential.plan(ctx, m, k, operands[0][:rows].contiguous(), full, M=m, K=k)
+        return sequential.gather(ctx, operands[0][:rows], operands[1:], biases, results, m, full)
     if transport == decomposed.NAME:
         return decomposed.gather(ctx, rows, m, k, full, _copies)
     tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))

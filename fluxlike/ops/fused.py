@@ -1,10 +1,12 @@
 """Products of few rows that are exchanged by the kernel that makes them (`kernels.fused`): which calls, in what tiles, launches."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from ..kernels.fused import product_fused_kernel
+from ..kernels.fused import gather_fused_kernel, product_fused_kernel
 from ..kernels.tiles import cdiv
 from . import again, exchange, tiling
 from .group import Prepared
@@ -13,6 +15,10 @@ from .group import Prepared
 ROWS, WHOLE = 64, 16
 #: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
+WARPS = 4
+REGISTERS = tiling.registers(WARPS, exchange.OVER)
+#: Bytes of W that are asked for while a trip lasts: some four microseconds' worth, and well below an L2 cache.
+AHEAD = 12 << 20
 
 
 class Tile(NamedTuple):
@@ -26,7 +32,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
-    """The tile for M rows and N columns on a GPU with so many multiprocessors; None where the kernel is not for such a call.
+    """The tile for M rows and N columns on a GPU with so many multiprocessors; None where the kernels are not for such a call.
 
     Wide tiles read x less often, and narrow ones are at least half as many as there are multiprocessors; with more rows than
     columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-fused.md). More than two
@@ -34,16 +40,18 @@ def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile 
     """
     rows = max(16, 1 << (m - 1).bit_length())
     columns = 64 if 2 * cdiv(n, 64) > programs else 32
+    if cdiv(n, columns) > exchange.OVER * programs:
+        columns = 128
     tiles = cdiv(n, columns)
-    if rows > columns or tiles > exchange.MOST:
+    if rows > min(columns, ROWS) or tiles > exchange.MOST:
         return None
     if capability == tiling.CPU:  # where all programs are alive together
         return Tile(rows, columns, 64, 1, 1)
     if tiles > exchange.OVER * programs:
         return None
-    depth, over = 128, 1 if tiles <= programs else exchange.OVER
-    stages = SHARED.get(capability, SMALL) // (2 * (rows + columns) * depth * over)
-    return Tile(rows, columns, depth, 4, min(stages, 8)) if stages > 1 else None
+    room = SHARED.get(capability, SMALL) // (1 if tiles <= programs else exchange.OVER) // (2 * (rows + columns))
+    depth = 128 if room >= 3 * 128 else 64
+    return Tile(rows, columns, depth, WARPS, min(room // depth, 8)) if room >= 2 * depth else None
 
 
 def is_usual(ctx: exchange.ExchangeContext) -> bool:
@@ -54,19 +62,34 @@ def is_usual(ctx: exchange.ExchangeContext) -> bool:
 def unfit(
     ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> str | None:
-    """Why a call that is exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks."""
-    (m, k), n, executor = x.shape, len(weight), ctx.world.executor
-    if y.dtype == torch.float32:
+    """Why a product that is then exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks."""
+    m, n = len(x), len(weight)
+    if len(y) not in (m, m / ctx.size) or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
+        return f"the part of a rank, [{len(y)}, {n}], is no multiple of {2 * exchange.WORDS} elements, or not the same on all"
+    if m > 1 and x.stride(0) % WHOLE:
+        return f"strides {x.stride()} of x are not a multiple of {WHOLE} and 1"
+    return _unread(ctx, m, weight, (x, bias, y))
+
+
+def gather_unfit(
+    ctx: exchange.ExchangeContext, gathered: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor
+) -> str | None:
+    """The same of a product of what has been gathered."""
+    return _unread(ctx, len(gathered), weight, (gathered, bias, z))
+
+
+def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others: Sequence[torch.Tensor | None]) -> str | None:
+    """Why kernels of ours do not read a weight, for so many rows, or the other operands."""
+    (n, k), executor = weight.shape, ctx.world.executor
+    if weight.dtype == torch.float32:
         return "it is of torch.float32"
     if tile_of(executor.capability, m, n, executor.programs) is None:
         return f"M={m}, N={n} are too many for it"
-    if len(y) not in (m, m / ctx.size) or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
-        return f"the part of a rank, [{len(y)}, {n}], is no multiple of {2 * exchange.WORDS} elements, or not the same on all"
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
-    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (m > 1 and x.stride(0) % WHOLE):
-        return f"strides {weight.stride()} of weight and {x.stride()} of x are not 1 and a multiple of {WHOLE}"
-    if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (x, weight, y, bias) if t is not None):
+    if weight.stride(1) != 1 or weight.stride(0) % WHOLE:
+        return f"strides {weight.stride()} of weight are not a multiple of {WHOLE} and 1"
+    if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (weight, *others) if t is not None):
         return f"an operand is a view that negates, or does not lie at a multiple of {again.ALIGNED} bytes"
     return None
 
@@ -83,7 +106,7 @@ def launch(
     assert tile is not None
     constants = dict(R=ctx.size, S=1 << (ctx.size - 1).bit_length(), BM=tile.bm, BN=tile.bn, BK=tile.bk)
     constants |= dict(B=min(exchange.WORDS, tile.bm * tile.bn // 2), WORDS=exchange.WORDS)
-    constants |= dict(PARTS=not ctx.kind.gather, BIAS=bias is not None, MOST=exchange.MOST)
+    constants |= dict(PARTS=not ctx.kind.gather, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
     stride = x.stride(0) if m > 1 else k  # that of a single row says nothing
     args = (x, weight, y, ctx.ctl if bias is None else bias, ctx.epochs, ctx.ctl)
     sizes = (m, n, k, stride, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
@@ -94,3 +117,28 @@ def launch(
 
     made: Prepared = ctx.plan(("fused", x.dtype, *sizes[:5], bias is None), make)[1]
     return made
+
+
+def gather_launch(
+    ctx: exchange.ExchangeContext, part: torch.Tensor, gathered: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+    z: torch.Tensor, parts: exchange.Parts,
+) -> Prepared:  # fmt: skip
+    """The launch of a call that is not `gather_unfit`. It takes the own part of what is gathered, weight and z, and a bias.
+
+    ``gathered``: memory that is the context's.
+    """
+    (n, k), m, executor = weight.shape, len(gathered), ctx.world.executor
+    tile = tile_of(executor.capability, m, n, executor.programs)
+    assert tile is not None
+    vector = math.gcd(16 // part.element_size(), parts.n, parts.chunk)
+    constants = dict(R=ctx.size, BM=tile.bm, BN=tile.bn, BK=tile.bk, WORDS=exchange.WORDS, VEC=vector)
+    constants |= dict(LINES=_lines(n, k), BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
+    args = (part, gathered, weight, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
+    sizes = (*parts, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
+    varying = (0, 2, 3) if bias is None else (0, 2, 3, 4)
+    return ctx.prepare(gather_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)
+
+
+def _lines(n: int, k: int) -> int:
+    """Lines of 128 bytes, of two bytes an element, that are asked for ahead in each of N rows of W: a power of two."""
+    return max(1, min(1 << (AHEAD // (n * 128)).bit_length() >> 1, k // 64))

@@ -7,6 +7,7 @@ each piece, cost more than they hide. Measured: docs/performance.md, "Few rows".
     gemm_rs   partial = x · Wᵀ  [M, N], rounded to the dtype;  y = reduce_scatter(partial)
               both in one kernel, `kernels.fused`, on GPUs and for up to 64 rows whose operands can be read so
     ag_gemm   gathered = all_gather(x)  [M, K];  z = gathered · Wᵀ (+ bias)
+              both in one kernel alike; of several weights the first, and torch multiplies the others
 
 The exchange has a context of its own inside that of the operation (`memory`), with its own count of calls. The protocol is that of
 `kernels.exchange`; the product and the exchange are ordered by the stream, and so are the calls, so that the scratch between the
@@ -27,7 +28,7 @@ import torch
 from ..kernels.tiles import cdiv
 from ..runtime import racecheck
 from ..runtime.control import ControlGroup
-from . import exchange, fused
+from . import again, exchange, fused
 from .exchange import ExchangeContext, Kind
 from .group import Prepared, Told, told
 
@@ -76,6 +77,34 @@ def scatter(
     return plan(ctx, m, n, y, full, M=m, N=n)
 
 
+def gather(
+    ctx: "Context",
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    results: Sequence[torch.Tensor],
+    m: int,
+    full: int,
+) -> Plan:
+    """For calls of ag_gemm; on GPUs the gather and the first product in one kernel where that is possible on this rank."""
+    k, x = x.shape[1], x.contiguous()
+    if ctx.exchange is not None and fused.is_usual(ctx.exchange):
+        whole, parts = ctx.scratch[: m * k].view(m, k), _pieces(ctx, m, k, full)
+        operands = weights[0], biases[0], results[0]
+        aligned = x.data_ptr() % again.ALIGNED == 0
+        if len(parts) == 1 and aligned and fused.gather_unfit(ctx.exchange, whole, *operands) is None:
+            launch = fused.gather_launch(ctx.exchange, x, whole, *operands, parts[0][1])
+            return Plan(whole, full, [], told(f"{NAME}/fused", M=m, K=k, by=NAME), launch)
+    return plan(ctx, m, k, x, full, M=m, K=k)
+
+
+def _pieces(ctx: "Context", m: int, columns: int, full: int) -> list[tuple[int, exchange.Parts]]:
+    """What each launch of an exchange takes of ``m`` rows in all, ``full`` a chunk, and where that begins."""
+    assert ctx.exchange is not None
+    width = full * columns
+    return list(exchange.pieces(ctx.exchange.kind, m * columns, width, width, "words", ctx.dtype.itemsize, ctx.size))
+
+
 def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **sizes: int) -> Plan:
     """For calls of ``sizes`` whose exchange is of ``m`` rows in all, ``full`` a chunk; ``part``: the tensor of this rank's rows."""
     scratch = ctx.scratch[: m * columns].view(m, columns)
@@ -84,8 +113,7 @@ def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **
         return Plan(scratch, full, [], call)
     assert ctx.exchange is not None
     x, y = (scratch, part) if ctx.exchange.kind.scatter else (part, scratch)
-    x, y, width, itemsize = x.view(-1), y.view(-1), full * columns, ctx.dtype.itemsize
-    pieces = exchange.pieces(ctx.exchange.kind, m * columns, width, width, "words", itemsize, ctx.size)
+    x, y, pieces = x.view(-1), y.view(-1), _pieces(ctx, m, columns, full)
     launches = [(start, exchange.launch_for(ctx.exchange, "words", x[start:], y[start:], parts, "sum")) for start, parts in pieces]
     return Plan(scratch, full, launches, call)
 
@@ -127,10 +155,14 @@ def ag_gemm(
     ctx.begin(plan.call)
     whole = plan.scratch
     with ctx.begun():
-        if ctx.size == 1:
+        x = x.contiguous()
+        if plan.fused is not None:
+            plan.fused((x, weights[0], results[0]) if biases[0] is None else (x, weights[0], results[0], biases[0]))
+            weights, biases, results = weights[1:], biases[1:], results[1:]
+        elif ctx.size == 1:
             whole = x
         else:
-            _exchange(ctx, plan, x.contiguous(), whole)
+            _exchange(ctx, plan, x, whole)
         for w, bias, z in zip(weights, biases, results, strict=True):
             ctx.multiply(whole, w, z, bias)
         if gathered is not None:

@@ -105,10 +105,11 @@ def cases(capability: int) -> list[Case]:
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     found += [Case(op, "two_shot") for op in COLLECTIVES[:2]]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
-    found.append(Case("gemm_ar", "fused", "few"))
+    found += [Case("gemm_ar", "fused", "few"), Case("ag_gemm", "sequential", "few")]
     if capability == 90:
         found += [Case("gemm_ar", "fused", "fewer", torch.float16), Case("gemm_ar", "fused", "rows", bias=True)]
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
+        found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
@@ -201,7 +202,7 @@ def _counts(
     Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
     """
     # waits for words: for everything at once, by pieces of a tile, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "product_fused_kernel": pieces}.get(name, 0)
+    looks = {"all_reduce_one_shot_kernel": 1, "product_fused_kernel": pieces, "gather_fused_kernel": peers}.get(name, 0)
     looks += {"exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
@@ -253,6 +254,8 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         # no signals but words, see below; if one rank owns all, credits
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
         "product_fused_kernel": (0, 0, 0, 1),
+        # the gate
+        "gather_fused_kernel": (1, 1, 1, 1),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, rooted, rooted, 0),
@@ -301,7 +304,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     tma, vec = given.get("TMA", False), given.get("VEC", True)
     fp32 = any("fp32" in launch.signature[name] for name in launch.payload)
     mma = "fma" if fp32 else {8: "mma.sync", 9: "wgmma", 10: "tcgen05"}.get(capability // 10, "mma.sync")
-    if launch.name == "product_fused_kernel" and columns < 64:  # of which the products of whole warpgroups take 64
+    if "fused" in launch.name and columns < 64:  # of which the products of whole warpgroups take 64
         mma = "mma.sync"
     ahead = launch.stages if mma in ("wgmma", "tcgen05") else launch.stages - 1  # one is being multiplied
     return replace(
