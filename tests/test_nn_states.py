@@ -67,6 +67,31 @@ def test_models_can_be_pickled():
     run_ranks(pickled, 2)
 
 
+def compiled_in_place(group):
+    """Copies of layers that were compiled in place compute with their own weights."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    with device():  # not around what is compiled
+        column = fluxlike.nn.ColumnParallelLinear(HIDDEN, INNER, group=group)
+        row = fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group)
+        styled, wide, narrow = parallel(model(), mesh), torch.randn(2, 4, HIDDEN), torch.randn(2, 4, INNER // 2)
+    torch._dynamo.reset()
+    for layer, x in ((column, wide), (row, narrow), (styled.gate, wide), (styled.down, narrow)):
+        layer.compile(backend="eager")
+        expected, file = layer(x), io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+            close(other(x), expected, "a copy")
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            assert not other(x).any(), f"a copy of {type(layer).__name__}, whose weights are zero"
+
+
+def test_copies_of_layers_that_were_compiled():
+    run_ranks(compiled_in_place, 2)
+
+
 @on_device
 def elsewhere(group):
     """The name of a group is that of another one in another job."""
