@@ -129,6 +129,34 @@ def test_a_forward_that_was_ended_leaves_a_model_that_can_be_copied():
     run_ranks(ended_between, 2)
 
 
+def called_alone(group):
+    """What a layer that was called alone leaves for the others is not what they give after the weights have changed."""
+    mesh, made = DeviceMesh.from_group(group, device().type), []
+    with device():
+        _, _, shard = both(group)
+        ours, right = parallel(model(), mesh, shared=True), parallel(model(), mesh)
+    ours.norm = right.norm = nn.Identity()  # the layers are called with one tensor all the time
+
+    def counted(graph, _):
+        made.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for one in (ours, copy.deepcopy(ours)):
+        for run in (one, torch.compile(one, backend=counted, fullgraph=True)):
+            for _ in range(2):
+                one.up(shard)
+                with torch.no_grad():
+                    for mine, theirs in zip(one.parameters(), right.parameters(), strict=True):
+                        mine.copy_(theirs.mul_(1.25))
+                close(run(shard), right(shard), "after a call of one layer")
+    assert len(made) == 1, len(made)
+
+
+def test_layers_that_share_a_gather_compute_with_the_weights_of_their_call():
+    run_ranks(called_alone, 2)
+
+
 def blocks(group):
     """Blocks that are compiled one by one, as of long models, share what is compiled: their layers are of one class, copies too."""
     mesh, made = DeviceMesh.from_group(group, device().type), []
