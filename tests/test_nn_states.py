@@ -1,4 +1,4 @@
-"""fluxlike.nn: states that are put into layers, copies on disk, the meta device, and checkpoints in what is compiled."""
+"""fluxlike.nn: states put into layers, copies on disk, the meta device, modes of dispatch, checkpoints in what is compiled."""
 
 import copy
 import io
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.flop_counter import FlopCounterMode
 
 import fluxlike
 
@@ -201,8 +202,10 @@ def on_meta(group):
     models, _, shard = both(group)
     for ours in [*models, parallel(model(), mesh)]:
         empty = ours.to("meta")
-        y = empty(shard.to("meta"))
-        assert y.is_meta and y.shape == shard.shape
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                y = empty(shard.to("meta"))
+                assert y.is_meta and y.shape == shard.shape
         with pytest.raises(ValueError, match="gemm: weight is on meta, x on"):
             getattr(empty, "gate", getattr(empty, "gate_up", None))(shard)
         down = empty.down.weight
@@ -218,6 +221,56 @@ def on_meta(group):
 
 def test_the_meta_device():
     run_ranks(on_meta, 2)
+
+
+def counted(group):
+    """The products of all ranks' layers are those of the whole model to FlopCounterMode, forward and backward."""
+    with device():
+        models, x, shard = both(group)
+    for ours in models:
+        for grad in (True, False):
+            counts = []
+            for run, given in ((model(), x), (ours, shard)):
+                with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad):
+                    y = run(given)
+                    if grad:
+                        y.sum().backward()
+                counts.append(counter.get_total_flops())
+            assert counts[0] == counts[1] * group.size() > 0, counts
+
+
+def test_products_are_counted():
+    run_ranks(counted, 2)
+
+
+def looked_on(group):
+    """Modes of dispatch see calls that want no gradient: shapes come of fakes, and graphs have the calls, not their results."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with device():
+        x, w = torch.randn(4 * group.size(), HIDDEN), torch.randn(6, HIDDEN)
+    mode = FakeTensorMode()
+    fakes, metas = [mode.from_tensor(t) for t in (x, w)], [t.to("meta") for t in (x, w)]
+    for call, rows in ((fluxlike.gemm_rs, 4), (fluxlike.ag_gemm, len(x) * group.size()), (fluxlike.gemm_ar, len(x))):
+        with mode:
+            shapes = [call(*fakes, group=group).shape]
+        shapes += [call(*fakes, group=group).shape, call(*metas, group=group).shape]
+        assert shapes == [(rows, 6)] * 3, call
+        for kind in ("real", "symbolic"):
+            graph = make_fx(partial(call, group=group), tracing_mode=kind)(x, w)
+            assert torch.equal(graph(x * 2, w), call(x * 2, w, group=group)), f"{call}, {kind}"
+    with device():  # a mode of torch's functions, which is none of dispatch
+        ctx = fluxlike.create_gemm_ar_context(len(x), 6, torch.float32, group)
+    with pytest.raises(ValueError, match=r"ctx= is given to a call that.* is compiled or traced"):
+        make_fx(lambda t: fluxlike.gemm_ar(t, w, ctx))(x)
+    with FlopCounterMode(display=False):  # one that makes no graph
+        assert torch.equal(fluxlike.gemm_ar(x, w, ctx), fluxlike.gemm_ar(x, w, group=group))
+    ctx.close()
+
+
+def test_modes_of_dispatch_see_calls():
+    run_ranks(looked_on, 2)
 
 
 @on_device
