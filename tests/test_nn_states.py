@@ -158,6 +158,37 @@ def test_layers_that_share_a_gather_compute_with_the_weights_of_their_call():
     run_ranks(called_alone, 2)
 
 
+def copied_alone(group):
+    """A copy of one layer that still belongs to the others' gather says so; one by deepcopy has copies of the others."""
+    with device():
+        models, _, shard = both(group)
+    gate = models[1].gate
+    expected = gate(shard)
+    with pytest.raises(ValueError, match=r"none of gate, up, which share a gather.*use copy\.deepcopy"):
+        copy.copy(gate)(shard)
+    assert torch.equal(copy.deepcopy(gate)(shard), expected)
+
+
+def test_a_copy_of_one_of_the_layers_that_share_a_gather():
+    run_ranks(copied_alone, 2)
+
+
+def traced(group):
+    """What torch.jit.trace cannot do is said, for layers and styles; a call that needs no sizes of all ranks is in the trace."""
+    with device():
+        models, _, shard = both(group)
+        w = torch.randn(6, HIDDEN)
+    for ours in models:
+        with pytest.raises(ValueError, match=r"ag_gemm: torch\.jit\.trace makes tensors of sizes.*torch\.compile or torch\.export"):
+            torch.jit.trace(ours, (shard,), check_trace=False)
+    program = torch.jit.trace(lambda x: fluxlike.ag_gemm(x, w, group=group), (shard[0],), check_trace=False)
+    assert torch.equal(program(shard[1]), fluxlike.ag_gemm(shard[1], w, group=group))
+
+
+def test_what_jit_traces():
+    run_ranks(traced, 2)
+
+
 def blocks(group):
     """Blocks that are compiled one by one, as of long models, share what is compiled: their layers are of one class, copies too."""
     mesh, made = DeviceMesh.from_group(group, device().type), []

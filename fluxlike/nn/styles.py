@@ -246,7 +246,12 @@ class _Shared:
         self.input, self.waiting = None, {}
 
     def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
-        name = next(name for name, other in zip(self.names, self.layers, strict=True) if other is layer)
+        name = next((name for name, other in zip(self.names, self.layers, strict=True) if other is layer), None)
+        if name is None:
+            raise ValueError(
+                f"fluxlike.nn.SharedGather: a layer was called that is none of {', '.join(self.names)}, which share a gather, but "
+                "holds on to it, as a copy by copy.copy does; use copy.deepcopy, on the module that holds them all"
+            )
         # the layer that began begins again: a checkpoint's second forward may end before all have taken theirs
         if not self.waiting or name == self.first:
             self.waiting = {}
@@ -264,7 +269,7 @@ class _Shared:
             self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
-                "same tensor, else give each a ColwiseParallel of its own"
+                "same tensor, which no hook of one of them may replace, else give each a ColwiseParallel of its own"
             )
         result = self.waiting.pop(name)
         if not self.waiting:
