@@ -1,6 +1,7 @@
 """AsyncTP: which groups it replaces, what it reports and warns of, and inductor's cache."""
 
 import contextlib
+import copy
 import logging
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_async_tp import GRAPHS, K, N, as_list, calls, close, compilable, gathered, operands, traced
+from test_async_tp import GRAPHS, K, N, as_list, calls, close, compilable, gathered, operands, scattered, traced
 from torch._higher_order_ops.effects import with_effects
 from torch._inductor import config
 
@@ -46,6 +47,24 @@ def of_a_group(group):
 @pytest.mark.skipif(os.environ.get("WORLD_SIZE") == "2", reason="the group of two ranks is the world here")
 def test_one_group():
     run_ranks(of_a_group, 2)
+
+
+def compiled_for_a_group(group):
+    """A pass that names its group can be among the options of a compiler, which copies them; its reports stay its own."""
+
+    def program(x, w):
+        return scattered(gathered(x, 0, group) @ w.T @ w, 0, group)
+
+    compilable()
+    (x, w, *_), tp = operands("rows", group), AsyncTP(group)
+    with torch.no_grad(), calls() as made:
+        close(torch.compile(program, options=tp.options)(x, w), program(x, w), "compiled for a group")
+    assert made == ["ag_gemm", "gemm_rs"] and tp.replaced == 2, str(tp)
+    assert copy.deepcopy(tp.options)["post_grad_custom_pre_pass"] is tp
+
+
+def test_a_pass_for_one_group_is_compiled_with():
+    run_ranks(compiled_for_a_group, 2, timeout=300)
 
 
 @contextlib.contextmanager

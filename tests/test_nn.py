@@ -459,7 +459,7 @@ def refused(group):
     ours = parallel(model(), mesh, shared=True)
     x = torch.randn(2, 2, HIDDEN)
     ours.gate(x)
-    with pytest.raises(ValueError, match="up was called with another tensor than gate; layers that"):
+    with pytest.raises(ValueError, match=r"up was called with another tensor than gate; layers that.* which no hook of"):
         ours.up(x.clone())
     ours.up(x)
     with pytest.raises(ValueError, match="gate was called with a tensor that was changed since up was called with"):

@@ -1,4 +1,4 @@
-"""fluxlike.nn: states that are put into layers, copies on disk, the meta device, and checkpoints in what is compiled."""
+"""fluxlike.nn: states put into layers, copies on disk, the meta device, modes of dispatch, checkpoints in what is compiled."""
 
 import copy
 import io
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.flop_counter import FlopCounterMode
 
 import fluxlike
 
@@ -67,6 +68,31 @@ def test_models_can_be_pickled():
     run_ranks(pickled, 2)
 
 
+def compiled_in_place(group):
+    """Copies of layers that were compiled in place compute with their own weights."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    with device():  # not around what is compiled
+        column = fluxlike.nn.ColumnParallelLinear(HIDDEN, INNER, group=group)
+        row = fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group)
+        styled, wide, narrow = parallel(model(), mesh), torch.randn(2, 4, HIDDEN), torch.randn(2, 4, INNER // 2)
+    torch._dynamo.reset()
+    for layer, x in ((column, wide), (row, narrow), (styled.gate, wide), (styled.down, narrow)):
+        layer.compile(backend="eager")
+        expected, file = layer(x), io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+            close(other(x), expected, "a copy")
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter.zero_()
+            assert not other(x).any(), f"a copy of {type(layer).__name__}, whose weights are zero"
+
+
+def test_copies_of_layers_that_were_compiled():
+    run_ranks(compiled_in_place, 2)
+
+
 @on_device
 def elsewhere(group):
     """The name of a group is that of another one in another job."""
@@ -102,6 +128,65 @@ def ended_between(group):
 
 def test_a_forward_that_was_ended_leaves_a_model_that_can_be_copied():
     run_ranks(ended_between, 2)
+
+
+def called_alone(group):
+    """What a layer that was called alone leaves for the others is not what they give after the weights have changed."""
+    mesh, made = DeviceMesh.from_group(group, device().type), []
+    with device():
+        _, _, shard = both(group)
+        ours, right = parallel(model(), mesh, shared=True), parallel(model(), mesh)
+    ours.norm = right.norm = nn.Identity()  # the layers are called with one tensor all the time
+
+    def counted(graph, _):
+        made.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for one in (ours, copy.deepcopy(ours)):
+        for run in (one, torch.compile(one, backend=counted, fullgraph=True)):
+            for _ in range(2):
+                one.up(shard)
+                with torch.no_grad():
+                    for mine, theirs in zip(one.parameters(), right.parameters(), strict=True):
+                        mine.copy_(theirs.mul_(1.25))
+                close(run(shard), right(shard), "after a call of one layer")
+    assert len(made) == 1, len(made)
+
+
+def test_layers_that_share_a_gather_compute_with_the_weights_of_their_call():
+    run_ranks(called_alone, 2)
+
+
+def copied_alone(group):
+    """A copy of one layer that still belongs to the others' gather says so; one by deepcopy has copies of the others."""
+    with device():
+        models, _, shard = both(group)
+    gate = models[1].gate
+    expected = gate(shard)
+    with pytest.raises(ValueError, match=r"none of gate, up, which share a gather.*use copy\.deepcopy"):
+        copy.copy(gate)(shard)
+    assert torch.equal(copy.deepcopy(gate)(shard), expected)
+
+
+def test_a_copy_of_one_of_the_layers_that_share_a_gather():
+    run_ranks(copied_alone, 2)
+
+
+def traced(group):
+    """What torch.jit.trace cannot do is said, for layers and styles; a call that needs no sizes of all ranks is in the trace."""
+    with device():
+        models, _, shard = both(group)
+        w = torch.randn(6, HIDDEN)
+    for ours in models:
+        with pytest.raises(ValueError, match=r"ag_gemm: torch\.jit\.trace makes tensors of sizes.*torch\.compile or torch\.export"):
+            torch.jit.trace(ours, (shard,), check_trace=False)
+    program = torch.jit.trace(lambda x: fluxlike.ag_gemm(x, w, group=group), (shard[0],), check_trace=False)
+    assert torch.equal(program(shard[1]), fluxlike.ag_gemm(shard[1], w, group=group))
+
+
+def test_what_jit_traces():
+    run_ranks(traced, 2)
 
 
 def blocks(group):
@@ -148,8 +233,10 @@ def on_meta(group):
     models, _, shard = both(group)
     for ours in [*models, parallel(model(), mesh)]:
         empty = ours.to("meta")
-        y = empty(shard.to("meta"))
-        assert y.is_meta and y.shape == shard.shape
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                y = empty(shard.to("meta"))
+                assert y.is_meta and y.shape == shard.shape
         with pytest.raises(ValueError, match="gemm: weight is on meta, x on"):
             getattr(empty, "gate", getattr(empty, "gate_up", None))(shard)
         down = empty.down.weight
@@ -165,6 +252,56 @@ def on_meta(group):
 
 def test_the_meta_device():
     run_ranks(on_meta, 2)
+
+
+def counted(group):
+    """The products of all ranks' layers are those of the whole model to FlopCounterMode, forward and backward."""
+    with device():
+        models, x, shard = both(group)
+    for ours in models:
+        for grad in (True, False):
+            counts = []
+            for run, given in ((model(), x), (ours, shard)):
+                with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(grad):
+                    y = run(given)
+                    if grad:
+                        y.sum().backward()
+                counts.append(counter.get_total_flops())
+            assert counts[0] == counts[1] * group.size() > 0, counts
+
+
+def test_products_are_counted():
+    run_ranks(counted, 2)
+
+
+def looked_on(group):
+    """Modes of dispatch see calls that want no gradient: shapes come of fakes, and graphs have the calls, not their results."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with device():
+        x, w = torch.randn(4 * group.size(), HIDDEN), torch.randn(6, HIDDEN)
+    mode = FakeTensorMode()
+    fakes, metas = [mode.from_tensor(t) for t in (x, w)], [t.to("meta") for t in (x, w)]
+    for call, rows in ((fluxlike.gemm_rs, 4), (fluxlike.ag_gemm, len(x) * group.size()), (fluxlike.gemm_ar, len(x))):
+        with mode:
+            shapes = [call(*fakes, group=group).shape]
+        shapes += [call(*fakes, group=group).shape, call(*metas, group=group).shape]
+        assert shapes == [(rows, 6)] * 3, call
+        for kind in ("real", "symbolic"):
+            graph = make_fx(partial(call, group=group), tracing_mode=kind)(x, w)
+            assert torch.equal(graph(x * 2, w), call(x * 2, w, group=group)), f"{call}, {kind}"
+    with device():  # a mode of torch's functions, which is none of dispatch
+        ctx = fluxlike.create_gemm_ar_context(len(x), 6, torch.float32, group)
+    with pytest.raises(ValueError, match=r"ctx= is given to a call that.* is compiled or traced"):
+        make_fx(lambda t: fluxlike.gemm_ar(t, w, ctx))(x)
+    with FlopCounterMode(display=False):  # one that makes no graph
+        assert torch.equal(fluxlike.gemm_ar(x, w, ctx), fluxlike.gemm_ar(x, w, group=group))
+    ctx.close()
+
+
+def test_modes_of_dispatch_see_calls():
+    run_ranks(looked_on, 2)
 
 
 @on_device

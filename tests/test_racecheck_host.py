@@ -13,6 +13,7 @@ from race_ranks import checked_alone, host_scenes
 from ranks import run_fresh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fluxlike.ops import dispatcher
 from fluxlike.runtime import interpreter, programs, racecheck, racehost
 from fluxlike.runtime.racereport import READ, STORE
 
@@ -171,6 +172,14 @@ def test_modes_of_others_are_left_as_they_are():
         assert inner.calls == outer.calls - before == 4
         assert stack() == [outer]
     assert stack() == [] and not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def test_calls_are_no_ops_because_of_the_checker(seen):
+    """Within an op, what a call does by torch would not be seen; for another's mode it is one."""
+    operands = None, None, torch.ones(2, 2), torch.ones(2, 2), None
+    assert torch.utils._python_dispatch.is_in_torch_dispatch_mode() and not dispatcher.by_op(*operands)
+    with Counting():
+        assert dispatcher.by_op(*operands)
 
 
 def test_the_end_in_another_thread_leaves_nothing_that_sees():

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 import torch.fx
@@ -182,6 +182,10 @@ class AsyncTP(CustomGraphPass):
             why = f"\n{report}" if report.found else ": no all_gather and no reduce_scatter is in it; is the model sharded?"
             log.warning("AsyncTP: nothing was replaced in the graph of %s with %d products%s", report.kind, report.products, why)
         self.graphs.append(report)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: torch copies its settings, whatever they hold, for each graph, and a group cannot be copied."""
+        return self
 
     def uuid(self) -> bytes:
         """For inductor's cache: changes with the library, what the pass is made of, its arguments and the groups."""

@@ -167,7 +167,8 @@ class InGroup(nn.Module):
     group: dist.ProcessGroup
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"group": (self.group.group_name, dist.get_process_group_ranks(self.group))}
+        state = super().__getstate__()  # without what `compile` has made of it, which has this one's parameters
+        return state | {"group": (self.group.group_name, dist.get_process_group_ranks(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """ValueError if the group of that name, which torch counts up, is not of the same ranks here."""

@@ -114,6 +114,8 @@ class SharedGather(ColwiseParallel):
         shared = _Shared(layers, self.names)
         for layer in shared.layers:
             layer.shared = shared  # type: ignore[assignment]
+        # what a layer that was called alone has left is of the weights of that time
+        module.register_forward_pre_hook(shared.drop)
         return module
 
 
@@ -239,8 +241,17 @@ class _Shared:
         """Without what a forward that was ended in between has left: results of a graph cannot be copied."""
         return vars(self) | {"input": None, "waiting": {}}
 
+    def drop(self, *_: Any) -> None:
+        """Nothing waits any more."""
+        self.input, self.waiting = None, {}
+
     def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
-        name = next(name for name, other in zip(self.names, self.layers, strict=True) if other is layer)
+        name = next((name for name, other in zip(self.names, self.layers, strict=True) if other is layer), None)
+        if name is None:
+            raise ValueError(
+                f"fluxlike.nn.SharedGather: a layer was called that is none of {', '.join(self.names)}, which share a gather, but "
+                "holds on to it, as a copy by copy.copy does; use copy.deepcopy, on the module that holds them all"
+            )
         # the layer that began begins again: a checkpoint's second forward may end before all have taken theirs
         if not self.waiting or name == self.first:
             self.waiting = {}
@@ -255,10 +266,10 @@ class _Shared:
                 how = f"with a tensor that was changed since {self.first} was called with it"
             else:
                 how = f"with gradients on or off, unlike {self.first}"
-            self.input, self.waiting = None, {}
+            self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
-                "same tensor, else give each a ColwiseParallel of its own"
+                "same tensor, which no hook of one of them may replace, else give each a ColwiseParallel of its own"
             )
         result = self.waiting.pop(name)
         if not self.waiting:

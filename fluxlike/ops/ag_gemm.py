@@ -16,7 +16,8 @@ from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch
 from . import ag_gemm_stream_k, again, choice, decomposed, keeping, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
-from .group import Prepared, Told, resolve, wants_gradient
+from .dispatcher import by_op
+from .group import Prepared, Told, resolve
 from .refusals import Refusing, check_context
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
@@ -135,7 +136,7 @@ def ag_gemm(
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
-    if torch.compiler.is_compiling() or wants_gradient(x_shard, weight, bias):
+    if by_op(ctx, out, x_shard, weight, bias):
         from . import library
 
         return library.ag_gemm(x_shard, weight, bias, group, m, ctx, return_gathered, n, out)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from ..runtime import racecheck
 from . import again, all_reduce, fused, tiling, validate
 from .context import check_arguments
+from .dispatcher import by_op
 from .exchange import ExchangeContext, Kind
-from .group import Prepared, Told, resolve, told, wants_gradient
+from .group import Prepared, Told, resolve, told
 from .keeping import alike, kept
 from .refusals import Refusing, check_context
 
@@ -108,7 +109,7 @@ def gemm_ar(
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
-    if torch.compiler.is_compiling() or wants_gradient(x, weight, bias):
+    if by_op(ctx, out, x, weight, bias):
         from . import library
 
         return library.gemm_ar(x, weight, bias, group, ctx, out)

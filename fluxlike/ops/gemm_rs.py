@@ -17,7 +17,8 @@ from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from . import again, decomposed, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
-from .group import Prepared, Told, resolve, wants_gradient
+from .dispatcher import by_op
+from .group import Prepared, Told, resolve
 from .refusals import Refusing, check_context
 
 
@@ -129,7 +130,8 @@ def gemm_rs(
     Gradients and torch.compile: where an input wants a gradient, or under the compiler, the call goes by the custom op
     ``torch.ops.fluxlike.gemm_rs`` (see `ops.library`), which takes neither ``ctx`` nor ``out``. The backward is an ag_gemm on the
     same group, so all ranks must go backward, too. A second derivative is a RuntimeError where it is asked for. Other calls do not
-    pay for it: they do not go through torch's dispatcher.
+    pay for it: they do not go through torch's dispatcher, unless one of its modes looks on (make_fx, FlopCounterMode, fake tensors)
+    or x is on the meta device.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides that do not fit; ranks that make different calls or disagree on M or N,
@@ -137,7 +139,7 @@ def gemm_rs(
         RuntimeError: no init, closed context.
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
-    if torch.compiler.is_compiling() or wants_gradient(x, weight, bias):
+    if by_op(ctx, out, x, weight, bias):
         from . import library
 
         return library.gemm_rs(x, weight, bias, group, ctx, out, k)

@@ -490,15 +490,3 @@ def one_node(op: str, control: ControlGroup) -> None:
             f"{op}: ranks {control.ranks} are on {len(control.nodes)} nodes, and only gemm_rs and ag_gemm go from node to node; "
             "use a group of ranks of one node"
         )
-
-
-def wants_gradient(*operands: Any) -> bool:
-    """Whether autograd must record a call with these tensors, or lists of them."""
-    if torch.is_grad_enabled():
-        for t in operands:  # in every call: plain and fast
-            if isinstance(t, torch.Tensor):
-                if t.requires_grad:
-                    return True
-            elif isinstance(t, (list, tuple)) and wants_gradient(*t):
-                return True
-    return False

@@ -2,7 +2,8 @@
 
 A schema cannot carry a group or a context. It carries the group's name ("" for the group given to fluxlike.init), and the
 call uses the context that is kept for that group. `fluxlike.gemm_rs` and `fluxlike.ag_gemm` come here by themselves when an
-input wants a gradient or when they are compiled; nobody need call an op by hand. The all_reduce family: `library_collectives`.
+input wants a gradient, when they are compiled, and where else torch must see them (`dispatcher`); nobody need call an op by
+hand. The all_reduce family: `library_collectives`.
 
 Gradients. Each operation is the other's backward::
 
@@ -33,6 +34,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ..kernels.tiles import rows_of
 from ..runtime import world
@@ -333,6 +335,19 @@ for _op in (gemm_rs_op, ag_gemm_op, gemm_rs_gather_op, gemm_ar_op):
     _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
 
+# -- what torch's FlopCounterMode counts: products of this rank -----------------------------------------------------------
+
+
+@register_flop_formula([torch.ops.fluxlike.gemm_rs, torch.ops.fluxlike.gemm_rs_gather, torch.ops.fluxlike.gemm_ar])
+def _flops(x: Any, weight: Any, *_: Any, **__: Any) -> Any:
+    return 2 * x[0] * x[1] * weight[0]
+
+
+@register_flop_formula(torch.ops.fluxlike.ag_gemm)
+def _flops_of_ag_gemm(x_shard: Any, weights: Any, *_: Any, out_shape: Any, **__: Any) -> Any:
+    return 2 * out_shape[0][0] * x_shard[1] * sum(w[0] for w in weights)
+
+
 # -- what fluxlike.gemm_rs, ag_gemm and gemm_ar come to --------------------------------------------------------------------
 
 #: Where they are compiled with what a graph has no place for: it ends before them, or with fullgraph=True says why it cannot.
@@ -410,6 +425,7 @@ def _no(op: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
-                f"{op}: {name}= is given to a call that autograd records or that is compiled; such a call uses the context kept "
-                f"for its group, and new tensors; leave {name} out, or call under torch.no_grad() and outside of torch.compile"
+                f"{op}: {name}= is given to a call that autograd records, or that is compiled or traced; such a call uses the "
+                f"context kept for its group, and new tensors; leave {name} out, or call under torch.no_grad() and outside of "
+                "torch.compile"
             )

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, heard, is_heard
 from . import validate
-from .group import resolve, wants_gradient
+from .dispatcher import wants_gradient
+from .group import resolve
 
 
 class Refusing:

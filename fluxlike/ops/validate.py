@@ -54,6 +54,7 @@ def gathered_operands(
     rows, ranks = x_shard.shape[0], control.size
     m = rows * ranks if m is None else m
     if not isinstance(m, int) or isinstance(m, bool):
+        untraced("ag_gemm")
         raise ValueError(f"ag_gemm: m={m!r} is not a whole number; pass the rows of all ranks, or leave it out if all have as many")
     if m < 0 or rows_of(m, ranks, control.rank) != rows:
         raise ValueError(
@@ -103,6 +104,7 @@ def whole(op: str, name: str, size: Any, here: int) -> None:
     if size is None:
         return
     if not isinstance(size, (int, torch.SymInt)) or isinstance(size, bool):
+        untraced(op)
         raise ValueError(f"{op}: {name}={size!r} is not a whole number; pass {name.upper()} of all ranks, or leave it out")
     if size < here:
         raise ValueError(
@@ -110,6 +112,12 @@ def whole(op: str, name: str, size: Any, here: int) -> None:
             "on each, or leave it out"
         )
     countable(op, name, size)
+
+
+def untraced(op: str) -> None:
+    """Why a size is a tensor that nobody has passed as one."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise ValueError(f"{op}: torch.jit.trace makes tensors of sizes that a call must know; use torch.compile or torch.export")
 
 
 def in_rows(op: str, x: torch.Tensor) -> None:

@@ -80,6 +80,8 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 class _Seen(TorchDispatchMode):
     supports_higher_order_operators = True
+    #: For `ops.dispatcher`: what a call does by torch is to come here, and within an op it would not.
+    looks_into_calls = True
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
