@@ -148,8 +148,8 @@ def not_fused(group):
     cases = (
         (x[:5], w, None, r"the part of a rank, \[5, 96\], is no multiple of 1024 elements"),
         (x[:, :24], w[:, :24], None, "N=96 and K=24 of this rank are no multiples of 16"),
-        (x, w.T.contiguous().T, None, r"strides \(1, 96\) of weight and \(32, 1\) of x are not 1 and a multiple of 16"),
-        (x.new_zeros(32, 40)[:, :32], w, None, r"strides \(32, 1\) of weight and \(40, 1\) of x"),
+        (x, w.T.contiguous().T, None, r"strides \(1, 96\) of weight are not a multiple of 16 and 1"),
+        (x.new_zeros(32, 40)[:, :32], w, None, r"strides \(40, 1\) of x are not a multiple of 16 and 1"),
         (x, aside, None, "does not lie at a multiple of 16 bytes"),
     )
     kinds = [fluxlike.create_gemm_ar_context(32, 96, dtype, group, product=product) for product in ("fused", "auto")]

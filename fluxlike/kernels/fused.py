@@ -26,9 +26,8 @@ as torch's product in front of an exchange would be.
 ``gather_fused_kernel`` computes z = x · Wᵀ (+ bias), x [M, K] of the shards of all ranks and W [N, K] of the rank. Its programs
 first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
 Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's number, for which all wait, and
-then each multiplies its BN columns. Until then W can come to the L2 cache: the first lines of each row are asked for ahead, as many
-as memory brings while a trip lasts. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
-as these follow each other on the stream.
+then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
+as these follow each other on the stream. To ask for the first lines of W meanwhile, that they come to the L2 cache, gained nothing.
 """
 
 import triton
@@ -36,8 +35,7 @@ import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
 from .elements import SUM, advance, load_payload, pack, place_in_part, reduce_words, row_from, row_of, store_payload
-from .lang import drain_stores, prefetch
-from .sync import ARRIVED, WAIT_PARTIAL, WAIT_RESULT, publish_set, wait
+from .sync import ARRIVED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
 from .words import put, put_at, receive_from, sendable, take_words
 
 
@@ -125,19 +123,9 @@ def product_fused_kernel(
 
 
 @triton.jit
-def ask_for(w, column, N, K, stride_w, BN: tl.constexpr, LINES: tl.constexpr):
-    """The first LINES lines of the rows of W that belong to BN columns."""
-    at = tl.arange(0, BN * LINES)
-    row, element = tl.minimum(column + at // LINES, N - 1), tl.minimum(at % LINES * 64, K - 1)
-    prefetch(w + row.to(tl.int64) * stride_w + element)
-
-
-@triton.jit
 def open_gate(gate, ctl, writers, epoch):
-    """By each of the programs that have stored something: it is there, and the last of them says so."""
-    drain_stores(False)
-    arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
-    if arrived == writers - 1:
+    """By each of the programs that have stored something: the last of them says that all is there."""
+    if is_last_of(writers, ctl, False):
         tl.store(ctl + ARRIVED, 0)
         publish_set(gate, epoch, False)
 
@@ -148,12 +136,12 @@ def open_gate(gate, ctl, writers, epoch):
 def gather_fused_kernel(
     x, gathered, w, z, bias, gate, epochs, ctl, n, chunk, width, part, M, N, K, stride_w, capacity, offset, rank,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, VEC: tl.constexpr,
-    LINES: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
+    BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call; a program for every BN columns. N, K and stride_w are multiples of 16, addresses of 16 bytes.
 
     x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part``, ``capacity`` and VEC as in
-    `exchange.exchange_words_kernel`, of blocks of WORDS words. LINES: of 128 bytes, of each row of W that are asked for ahead.
+    `exchange.exchange_words_kernel`, of blocks of WORDS words.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -167,7 +155,6 @@ def gather_fused_kernel(
             put(row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, R - 1) + block * WORDS, mine, WORDS)
         place, left = place_in_part(gathered, ctl, 1, part, 1, n, chunk, width, rank, block, R, False, 2 * WORDS, False, VEC)
         store_payload(place, left, mine, 2, WORDS)
-    ask_for(w, program * BN, N, K, stride_w, BN, LINES)
     here = row_of(ctl, rank, offset, epoch, 0, pitch, R - 1)
     for block in range(program, part, programs):
         for step in tl.static_range(1, R):

@@ -112,16 +112,6 @@ def cta_barrier():
 
 
 @triton.jit
-def prefetch(pointers):
-    """Have the lines of 128 bytes that ``pointers`` point into brought to the L2 cache; nothing waits for them."""
-    if not is_interp():
-        addresses = pointers.to(tl.int64, bitcast=True)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def drain_stores(TMA: tl.constexpr):
     """Every earlier store of this program is complete in memory, and all its threads know it.
 

@@ -208,11 +208,17 @@ def reset(full, slot, R: tl.constexpr):
 
 
 @triton.jit
-def is_last_program(ctl, TMA: tl.constexpr):
-    """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
+def is_last_of(programs, ctl, TMA: tl.constexpr):
+    """True in the last of so many programs to come here: what they stored and read before is done."""
     drain_stores(TMA)
     arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
-    return arrived == tl.num_programs(0) - 1
+    return arrived == programs - 1
+
+
+@triton.jit
+def is_last_program(ctl, TMA: tl.constexpr):
+    """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
+    return is_last_of(tl.num_programs(0), ctl, TMA)
 
 
 @triton.jit

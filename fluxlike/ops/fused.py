@@ -17,8 +17,9 @@ ROWS, WHOLE = 64, 16
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
 REGISTERS = tiling.registers(WARPS, exchange.OVER)
-#: Bytes of W that are asked for while a trip lasts: some four microseconds' worth, and well below an L2 cache.
-AHEAD = 12 << 20
+#: Bytes of a weight up to which what is gathered is multiplied in the same kernel: larger ones cuBLAS reads faster, and calls with
+#: smaller ones wait for the host (docs/measured/2026-11-27-fused.md).
+GATHERED = 128 << 20
 
 
 class Tile(NamedTuple):
@@ -75,6 +76,8 @@ def gather_unfit(
     ctx: exchange.ExchangeContext, gathered: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor
 ) -> str | None:
     """The same of a product of what has been gathered."""
+    if weight.nbytes > GATHERED:
+        return f"weight has {weight.nbytes} bytes, of which {GATHERED} are read as fast as by torch"
     return _unread(ctx, len(gathered), weight, (gathered, bias, z))
 
 
@@ -132,13 +135,8 @@ def gather_launch(
     assert tile is not None
     vector = math.gcd(16 // part.element_size(), parts.n, parts.chunk)
     constants = dict(R=ctx.size, BM=tile.bm, BN=tile.bn, BK=tile.bk, WORDS=exchange.WORDS, VEC=vector)
-    constants |= dict(LINES=_lines(n, k), BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
+    constants |= dict(BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
     args = (part, gathered, weight, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
     sizes = (*parts, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
     varying = (0, 2, 3) if bias is None else (0, 2, 3, 4)
     return ctx.prepare(gather_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)
-
-
-def _lines(n: int, k: int) -> int:
-    """Lines of 128 bytes, of two bytes an element, that are asked for ahead in each of N rows of W: a power of two."""
-    return max(1, min(1 << (AHEAD // (n * 128)).bit_length() >> 1, k // 64))
