@@ -42,6 +42,7 @@ FUSED = tuple(
     f"2026-11-27-{op}-{how}-R2{mode}.json" for op in ("gemm_rs", "gemm_ar") for how in ("fused", "unfused") for mode in MODES
 )
 CODE_OF |= dict.fromkeys(FUSED, "727500b")
+CODE_OF |= {f"2026-11-27-ag_gemm-{how}-R2{mode}.json": "3846498" for how in ("fused", "unfused") for mode in MODES}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
 EXPOSED = 0.05
 NONE = "–"

@@ -396,10 +396,10 @@ def swing() -> str:
     return table("gemm_rs 8192×12288×49152, eager, ms | cuBLAS | torch + NCCL | async TP | auto | × the better peer", rows)
 
 
-def fused() -> str:
+def fused(*ops: str) -> str:
     """Few rows by torch's product and an exchange, and in one kernel."""
     rows: list[list[str]] = []
-    for op in ("gemm_ar", "gemm_rs"):
+    for op in ops:
         for mode in ("-graph", ""):
             was, now = (read(f"2026-11-27-{op}-{name}-R2{mode}.json") for name in ("unfused", "fused"))
             for shape, times in now.times.items():
