@@ -41,14 +41,19 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:
+def writable(
+    parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False, replaced: bool = False
+) -> None:
     """Makes the folder ``out``, or that of the ``file``, on the rank that writes; ends the process if no file can be made there,
-    before hours are spent."""
+    before hours are spent. ``replaced``: what is there is, so that it may be a file only, and no pipe or device.
+    """
     if out and os.environ.get("RANK", "0") == "0":
-        folder = os.path.dirname(out) or "." if file else out
+        folder = os.path.dirname(os.path.realpath(out)) if file else out  # of what a link points to
         try:
             if file and os.path.isdir(out):
                 raise IsADirectoryError("it is a folder; name a file")
+            if replaced and os.path.exists(out) and not os.path.isfile(out):
+                raise OSError("it is no regular file, and would be replaced; name one, or one that is not there yet")
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:

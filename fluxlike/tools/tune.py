@@ -211,7 +211,6 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             modes[mode] = path, its
     if len(machines) != 1:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
-    out.unlink(missing_ok=True)
     entries = [_fastest(problem, [times for _, times in modes.values()]) for problem, modes in found.items()]
     kept = [entry for entry in entries if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
@@ -219,7 +218,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
         about += "; us: mean of eager calls and graphs where both were"
     # of every record: the table is of all of them
     software = {key: ", ".join(dict.fromkeys(str(one[key]) for one in measured if one[key])) for key in measured[0]}
-    tuned.store(machines.pop(), kept, out, software=software, source=sources, about=about)
+    tuned.store(machines.pop(), kept, out, anew=True, software=software, source=sources, about=about)
     return len(kept)
 
 
@@ -289,13 +288,16 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     records.add_argument("--out", type=Path, required=True, metavar="FILE")
     asked = parser.parse_args(argv)
     if asked.op == "from-records":
-        command.writable(parser, str(asked.out), file=True)
+        for record in asked.records:
+            if asked.out.exists() and record.exists() and record.samefile(asked.out):
+                parser.error(f"--out {asked.out} is the record {record}, which it would replace; name another file")
+        command.writable(parser, str(asked.out), file=True, replaced=True)
         return asked
     for name in ("rounds", "most"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
     command.choose_suite(parser, asked, cuda, PROBLEMS[asked.op])
-    command.writable(parser, asked.out, file=True)
+    command.writable(parser, asked.out, file=True, replaced=True)
     return asked
 
 
