@@ -260,6 +260,12 @@ def test_a_record_is_judged_by_the_memory_of_its_gpu():
 
 def broken_records():
     """What may be wrong with a record, as a change of one of the package's."""
+    for name, value in (("ranks", 0), ("mode", []), ("dtype", "nn"), ("shapes", []), ("environment", [])):
+        yield f"{name} {value!r}", lambda record, name=name, value=value: record.update({name: value})
+    for value in (0, None, "132", True):
+        yield f"multiprocessors {value!r}", lambda record, value=value: record["environment"].update(multiprocessors=value)
+    for name, value in (("m", 0), ("n", 10**12), ("k", float("inf"))):
+        yield f"{name} {value!r}", lambda record, name=name, value=value: record["shapes"][0].update({name: value})
     first = {"op": lambda: "gemm_ar", "dtype": lambda: "bfloat17", "shapes": lambda: [{}], "environment": dict, "ranks": None}
     for key, made in first.items():
         yield key, lambda record, key=key, made=made: record.pop(key) if made is None else record.update({key: made()})

@@ -13,7 +13,6 @@ of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. 
 
 import argparse
 import importlib
-import json
 import math
 import statistics
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from ..kernels.tiles import cdiv
 from ..ops import validate
 from . import command, topo
-from .bench_records import told
+from .bench_records import check, load, told
 from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
@@ -81,6 +80,7 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
     here = replace(cluster, nodes=1, gpus=record["ranks"])
     for shape in record["shapes"]:
         call = Call(record["op"], shape["m"], shape["n"], shape["k"])
+        possible(call, here.ranks)
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
         model["copy_engine"] = group_call(here, call, "copy_engine")[1]
         for name, seconds in model.items():
@@ -105,8 +105,10 @@ def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]
     found: list[Compared] = []
     for path in paths:
         with told(path):
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = load(path)
             other = "" if record["op"] == op else str(record["op"])
+            if not other:
+                check(record)
             why = "" if other else unlike(record)
             found += [] if other or why else compare(record, cluster)
         if why:

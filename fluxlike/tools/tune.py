@@ -14,7 +14,6 @@ are written only with --out.
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
-from .bench_records import told
+from .bench_records import check, load, told
 from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
 ROUNDS = 5
@@ -190,10 +189,13 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = load(path)
             stamp, mode = data["environment"], data["mode"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
+            check(data)
+            if stamp["multiprocessors"] is None:
+                raise ValueError("multiprocessors is None, and a table is of a number of them")
             elsewhere = nodes_of(stamp) > 1 or sharing_of(stamp) > 1
             machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
             machines.add(machine)
@@ -231,7 +233,7 @@ def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> c
 def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
     """The median of each schedule of a shape, in ms; none of what was wrong or failed."""
     measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[op]}
-    return {name: ms["median"] * 1.0 for name, ms in measured.items() if ms}  # an error where it is no number
+    return {name: ms["median"] for name, ms in measured.items() if ms}
 
 
 def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
