@@ -4,10 +4,13 @@ Imports nothing of weight: `racecheck` runs programs that may set variables befo
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 #: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
@@ -39,6 +42,30 @@ class Parser(argparse.ArgumentParser):
         if speaks():
             super().error(message)
         sys.exit(2)
+
+
+@contextlib.contextmanager
+def ends_what_it_began() -> Iterator[None]:
+    """In here SIGTERM and SIGHUP raise SystemExit, so that processes and folders do not outlive this; a second one ends it as ever.
+
+    But for signals that are heeded or ignored already, as under nohup. In the main thread.
+    """
+
+    def as_ever() -> None:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+    def end(number: int, frame: object) -> NoReturn:
+        as_ever()
+        sys.exit(128 + number)
+
+    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        as_ever()
 
 
 def writable(
