@@ -383,13 +383,13 @@ class Bench:
                     if why is not None:
                         report.left_out.append({"shape": str(shape), "why": why})
                     if out:
-                        report.save(out)
+                        voice.save(report, out)
                 voice.say(f"[{i + 1}/{len(shapes)}] {asked.op} {shape} ({time.monotonic() - begun:.1f} s) {text}")
                 advance()
                 self.free()
         if loud:
             stamp["clocks_after"] = bench_report.clocks()
-            voice.report(reports.values(), out)
+            self.bad |= not voice.report(reports.values(), out)
         rows = [row for report in reports.values() for result in report.results for row in result.rows]
         measured = any(row.status == "ok" for row in rows)
         if not measured:
@@ -418,8 +418,9 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed or nothing was measured; 2 for wrong arguments, "
-        "records that cannot be read, or where the package rich is missing. The protocol is in the module's docstring.",
+        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed, nothing was measured or a file could not be "
+        "written; 2 for wrong arguments, records that cannot be read, or where the package rich is missing. The protocol is in the "
+        "module's docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
     suites = dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES)
