@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 #: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
@@ -66,6 +66,15 @@ def ends_what_it_began() -> Iterator[None]:
         yield
     finally:
         as_ever()
+
+
+def positive(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: Iterable[str]) -> None:
+    """Ends the process if one of these numbers of ``asked``, or one in these lists, is below 1."""
+    for name in names:
+        value = getattr(asked, name)
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            parser.error(f"--{name} {least} is below 1; give at least one")
 
 
 def writable(
