@@ -6,7 +6,7 @@ import json
 import pytest
 from ranks import ROOT
 
-from fluxlike.tools import bench, bench_records, model, tune
+from fluxlike.tools import bench, bench_records, model, topo, tune
 
 MEASURED = ROOT / "docs" / "measured"
 PLAIN = json.loads((MEASURED / "2026-11-22-gemm_rs-headline-R4.json").read_text())
@@ -74,6 +74,21 @@ def test_every_tool_that_reads_records_looks_at_them(tool, tmp_path, capsys):
         assert TOOLS[tool](str(path), out) == 2
         said = capsys.readouterr()
         assert f"{tool}: {path} is no record of bench: " in said.out + said.err and not list(out.glob("*"))
+
+
+@pytest.mark.parametrize("rank", ("0", "1"))
+def test_one_rank_reads_records(rank, tmp_path, capsys, monkeypatch):
+    """The others would say the same, or write the same file."""
+    monkeypatch.setenv("RANK", rank)
+    assert TOOLS["bench"](str(tmp_path / "none.json"), tmp_path) == (0 if rank == "1" else 2)
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("is no record of bench") == (rank == "0")
+
+
+def test_json_has_no_word_for_nan(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        topo.write(str(tmp_path / "a.json"), {"rows": [{"seconds": float("nan")}]})
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_table_needs_a_number_of_multiprocessors(tmp_path, capsys):

@@ -41,6 +41,7 @@ import functools
 import gc
 import importlib.util
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -452,7 +453,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     command.choose_suite(parser, asked, cuda, kind)
     usual = methods(kind, cuda)
     possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST, *kind.PEERS_ON_REQUEST)))
-    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(usual)
+    names = [name.strip() for name in asked.methods.split(",")] if asked.methods is not None else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
@@ -470,7 +471,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
     if asked.plot_records:
-        return bench_records.plot(asked.op, asked.plot_records, asked.out or ".")
+        return bench_records.plot(asked.op, asked.plot_records, asked.out or ".") if os.environ.get("RANK", "0") == "0" else 0
     if command.lacks("bench", "rich", "rich matplotlib"):
         return 2
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import json
 import reprlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,15 +148,15 @@ def plot(op: str, paths: Sequence[str], out: str) -> int:
     try:
         found = panels(read(op, paths))
     except ValueError as error:
-        print(f"bench: {error}")
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     if not found:
-        print("no plot: no shape of these records has times of two numbers of ranks")
+        print("bench: no plot: no shape of these records has times of two numbers of ranks", file=sys.stderr)
         return 1
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
     except ImportError:
-        print("no plot: matplotlib is missing; python -m pip install matplotlib")
+        print("bench: no plot: matplotlib is missing; python -m pip install matplotlib", file=sys.stderr)
         return 1
     draw(found, figure)
     path = Path(out) / f"{op}-ranks.png"
@@ -163,7 +164,7 @@ def plot(op: str, paths: Sequence[str], out: str) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except OSError as error:
-        print(f"bench: {path} cannot be written: {error}; name another folder with --out")
+        print(f"bench: {path} cannot be written: {error}; name another folder with --out", file=sys.stderr)
         return 1
     print(f"written: {path}")
     return 0

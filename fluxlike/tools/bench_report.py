@@ -134,7 +134,9 @@ def nodes_of(stamp: Mapping[str, Any]) -> int:
 
 
 def sharing_of(stamp: Mapping[str, Any]) -> int:
-    """How many ranks of a record shared a GPU."""
+    """How many ranks of a record shared a GPU; without GPUs the variable means nothing."""
+    if stamp.get("gpu", "") is None:
+        return 1
     return int(stamp.get("variables", {}).get("FLUXLIKE_RANKS_PER_GPU") or 1)
 
 

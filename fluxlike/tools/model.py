@@ -23,7 +23,7 @@ from typing import Any
 
 from ..kernels.tiles import cdiv
 from ..ops import validate
-from . import command, topo
+from . import command, once, topo
 from .bench_records import check, load, told
 from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
@@ -31,6 +31,8 @@ from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_second
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
 PUBLISHED = (4096, 8192, 16384, 32768, 65536)
 MOST = 1024
+#: Rates and times that are given, in their units: with others sums are infinite, or differences nothing.
+SLOWEST, FASTEST = 1e-6, 1e9
 #: Bits a second in a Gbit/s, bytes a second in a GB/s.
 GIGA = 1e9
 #: Where the picture of E ends below.
@@ -238,6 +240,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0 and finite")
     if not 0 <= asked.net_us < math.inf:
         parser.error(f"--net-us {asked.net_us:g} must not be below 0, and finite")
+    for name, least in (("nvlink_gbps", SLOWEST), ("net_gbps", SLOWEST), ("tflops", SLOWEST), ("net_us", 0)):
+        given = getattr(asked, name)
+        if not least <= given <= FASTEST:
+            parser.error(f"--{name.replace('_', '-')} {given:g} is of no machine; give one from {least:g} to {FASTEST:g}")
     try:
         asked.nodes = [int(count) for count in asked.nodes.split(",")]
     except ValueError:
@@ -252,6 +258,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             possible(call, asked.gpus_per_node * min(asked.nodes))
     except ValueError as error:
         parser.error(f"--shapes: {error}")
+    once.different(parser, asked, ("json", "plot"))
     for name in ("json", "plot"):
         command.writable(parser, getattr(asked, name), f"--{name}", file=True)
     return asked

@@ -77,6 +77,16 @@ def positive(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: 
             parser.error(f"--{name} {least} is below 1; give at least one")
 
 
+def different(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: Iterable[str]) -> None:
+    """Ends the process if two of these files to be written are one, which only the later of them would be in."""
+    seen: dict[str, str] = {}
+    for name in names:
+        path = getattr(asked, name)
+        other = seen.setdefault(os.path.realpath(path), name) if path else name
+        if other != name:
+            parser.error(f"--{other} and --{name} are both {path}; name a file for each")
+
+
 def writable(
     parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False, replaced: bool = False
 ) -> None:
