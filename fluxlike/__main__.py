@@ -26,6 +26,9 @@ TOOLS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this; what tools print, or others say of them, goes nowhere
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has ASCII only gets a ? for an arrow, and no traceback
     width = max(map(len, TOOLS))

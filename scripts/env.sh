@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # Finds the Python to use, or makes one in .venv. Sourced by launch.sh and test.sh, which then call find_python.
 #
-# $FLUXLIKE_PYTHON is used as it is; else the active python3 if it has all that is needed; else .venv at the root of the
-# repository, made once with pip and then used without a network. Everything said goes to stderr. The callers have set -e.
+# $FLUXLIKE_PYTHON is used as it is, with the packages that it has; else the active python3 if it has all that is needed; else .venv
+# at the root of the repository, made once with pip and then used without a network. Everything said goes to stderr. The callers
+# have set -e.
 # Variables of the scripts begin with fx_: one of another name that the caller had exported would reach the program changed.
 
 fx_root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -55,6 +56,12 @@ def release(name):
 good = (2, 10) <= release("torch") < (2, 14) and (3, 6) <= release("triton") < (3, 8)
 sys.exit(not (good and all(importlib.util.find_spec(name) for name in sys.argv[1:])))
 PY
+}
+
+# lacks PYTHON MODULE...: prints "lacks" and those that it does not have. Other programs print something else, or nothing.
+lacks() {
+  "$1" -P -c 'import importlib.util, sys; print("lacks", *(fx_m for fx_m in sys.argv[1:] if importlib.util.find_spec(fx_m) is None))' \
+    "${@:2}" 2>/dev/null
 }
 
 # A Python to build .venv from, of those that pyproject.toml allows. 3.14 and later have no NVSHMEM packages yet.
@@ -125,7 +132,7 @@ ensure_venv() (
 # find_python [MODULE...]: sets fx_gpus, fx_places, how many ranks they are for, and fx_python to one that has torch, Triton, NVSHMEM
 # where there are GPUs, and the modules.
 find_python() {
-  local fx_runs=(torch triton numpy) fx_needs
+  local fx_runs=(torch triton numpy) fx_needs fx_lacks
   [[ ${FLUXLIKE_RANKS_PER_GPU:-1} =~ ^[1-9][0-9]*$ ]] || die "FLUXLIKE_RANKS_PER_GPU=$FLUXLIKE_RANKS_PER_GPU is not a positive number."
   fx_gpus=$(gpu_count)
   fx_places=$((fx_gpus * ${FLUXLIKE_RANKS_PER_GPU:-1}))
@@ -133,8 +140,10 @@ find_python() {
   fx_needs=("${fx_runs[@]}" "$@")
   if [ -n "${FLUXLIKE_PYTHON:-}" ]; then
     fx_python=$(command -v "$FLUXLIKE_PYTHON") || fx_python=$FLUXLIKE_PYTHON
-    "$fx_python" -c '' 2>/dev/null ||
-      die "FLUXLIKE_PYTHON=$FLUXLIKE_PYTHON does not run; set it to a Python interpreter or unset it."
+    fx_lacks=$(lacks "$fx_python" torch triton numpy) && [[ $fx_lacks == lacks* ]] ||
+      die "FLUXLIKE_PYTHON=$FLUXLIKE_PYTHON does not run as a Python from 3.11 on; set it to such an interpreter or unset it."
+    [ "$fx_lacks" = lacks ] ||
+      die "FLUXLIKE_PYTHON=$FLUXLIKE_PYTHON $fx_lacks; install that there (python -m pip install) or unset it."
   elif suits python3 "${fx_needs[@]}"; then
     fx_python=$(command -v python3)
   else

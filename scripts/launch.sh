@@ -2,7 +2,7 @@
 # Runs a Python file or module in N processes a host, one a GPU or, without GPUs, on the CPU. See --help.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
-. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 usage() {
   cat <<EOT
@@ -34,7 +34,7 @@ done
 [[ -z $fx_nproc || $fx_nproc =~ ^[1-9][0-9]*$ ]] || die "--nproc $fx_nproc is not a positive number."
 [[ $fx_nnodes =~ ^[1-9][0-9]*$ ]] || die "--nnodes $fx_nnodes is not a positive number."
 [[ $fx_nnodes != 1 || -z $fx_rdzv ]] || die "--rdzv needs --nnodes HOSTS, or each host would run a job of its own."
-[[ $fx_nnodes = 1 || $fx_rdzv =~ .:[0-9]+$ ]] || die "--nnodes $fx_nnodes needs --rdzv HOST:PORT, the same on all hosts: one of them, and a free port."
+[[ $fx_nnodes = 1 || ($fx_rdzv =~ .:0*([0-9]{1,5})$ && BASH_REMATCH[1] -ge 1 && BASH_REMATCH[1] -le 65535) ]] || die "--nnodes $fx_nnodes needs --rdzv HOST:PORT, not '${fx_rdzv}', the same on all hosts: one of them, and a free port of 1 to 65535."
 
 # shellcheck disable=SC2119 # nothing beyond the usual modules
 find_python
@@ -46,7 +46,7 @@ export OMP_NUM_THREADS OPENBLAS_NUM_THREADS
 if [ "$fx_nnodes" = 1 ]; then
   # All ranks are on this host, whose name may not resolve: gloo would try it and warn.
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-lo}"
-  # What torchrun --standalone does, but by address: with a host name that does not resolve, --standalone stalls.
+  # As torchrun --standalone, but by address: with a host name that does not resolve, --standalone stalls.
   fx_where=(--nnodes=1 --local-addr=127.0.0.1 --rdzv-endpoint=127.0.0.1:0)
 else
   # By which address this host is known, and whether it is the one that the others come to: torchrun would ask its host name, and so

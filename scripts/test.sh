@@ -2,7 +2,7 @@
 # Runs the tests. See --help.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
-. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+. "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/env.sh"
 
 usage() {
   cat <<EOT

@@ -310,6 +310,8 @@ def test_defaults():
         (["--graph"], "needs GPUs"),
         (["--methods", "auto,magic"], "'magic' is not one of reference"),
         (["--methods", "torch"], "'torch' is not one of"),
+        (["--methods", ""], "'' is not one of"),
+        (["--shapes", ""], "'' is not a shape"),
         (["--methods", "decomposed", "--dtype", "float32"], "is not for dtype=torch.float32"),
         (["--shapes", "64x32"], "'64x32' is not a shape"),
         (["--suite", "llama-8b"], "use --suite toy"),
@@ -441,12 +443,12 @@ def test_no_run_writes_over_the_record_of_another(tmp_path):
     """The dtype, nodes and ranks on a GPU are of the command line, too, and of the name where they are not the usual ones."""
     report = made_up()
     split, shared = {"variables": {"FLUXLIKE_VIRTUAL_NODES": "2"}}, {"variables": {"FLUXLIKE_RANKS_PER_GPU": "2"}}
-    stamps = ({}, split, split | {"nodes": 4}, {"nodes": 1}, shared)
+    stamps = ({}, split, split | {"nodes": 4}, {"nodes": 1}, shared, shared | {"gpu": None})
     names = []
     for report.dtype in ("bfloat16", "float32"):
         for report.environment in stamps:
             names.append(report.save(tmp_path).stem)
-    ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "", "-shared2")]
+    ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "", "-shared2", "")]
     assert names == [f"gemm_rs-custom-{one}-eager" for one in ranks]
 
 

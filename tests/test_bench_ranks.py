@@ -387,6 +387,12 @@ def test_a_graph_that_does_nothing_is_wrong():
 def run_all(group, argv):
     """(exit status, what was said, what is in the JSON) of a whole run; the last rank believes that all the time in the world
     is left."""
+    status, said, out = run_whole(group, argv)
+    return status, said, json.loads(next(Path(out).glob("*.json")).read_text())
+
+
+def run_whole(group, argv):
+    """(exit status, what was said, the folder) of such a run."""
     fluxlike.init(heap="shm")
     asked = bench.parse(argv, cuda=False)
     run = bench.Bench(asked, Peers(), torch.device("cpu"))
@@ -395,7 +401,7 @@ def run_all(group, argv):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         status = run.run(argv)
     fluxlike.finalize()
-    return status, said.getvalue(), json.loads(next(Path(asked.out).glob("*.json")).read_text())
+    return status, said.getvalue(), asked.out
 
 
 def test_rank_0_decides_when_time_is_up(tmp_path):
@@ -416,6 +422,23 @@ def test_toy_bursts(tmp_path):
         assert [shape["keys"] for shape in read["shapes"]] == [list(b.keys) for b in bench_bursts.BURSTS["resnet50-toy"]]
         for shape in read["shapes"]:
             assert all(facts["status"] == "ok" and facts["ms"] is None for facts in shape["methods"].values())
+
+
+def run_without_room(group, argv):
+    with contextlib.redirect_stderr(io.StringIO()) as complaints:
+        status, said, _ = run_whole(group, argv)
+    return status, said, complaints.getvalue()
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    """The run goes on to its table, and complains once a file."""
+    name = "gemm_rs-custom-R2-eager.json"
+    (tmp_path / name).mkdir()
+    argv = ["gemm_rs", "--shapes", "8x8x8,8x8x16", "--methods", "copy_engine", "--rounds", "1", "--out", str(tmp_path)]
+    (status, said, complaints), other = values(ranks.run_fresh(run_without_room, 2, argv=argv))
+    assert status == 1 and other[:2] == (0, "") and said.count("8×8×16") == 2 and "written" not in said
+    assert complaints.startswith(f"bench: {tmp_path / name} cannot be written: ") and complaints.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / name]
 
 
 def launch(*arguments):

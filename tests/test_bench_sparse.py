@@ -157,21 +157,21 @@ def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
     both = [path, swept(2).save(tmp_path)]
     (tmp_path / "a folder" / "sparse_all_reduce-ranks.png").mkdir(parents=True)
     assert plot_records(both, tmp_path / "a folder") == 1
-    assert "a folder/sparse_all_reduce-ranks.png cannot be written" in capsys.readouterr().out
-    assert plot_records([path], tmp_path) == 1 and "two numbers of ranks" in capsys.readouterr().out
+    assert "a folder/sparse_all_reduce-ranks.png cannot be written" in capsys.readouterr().err
+    assert plot_records([path], tmp_path) == 1 and "two numbers of ranks" in capsys.readouterr().err
     (tmp_path / "other").mkdir()
     assert plot_records([path, swept(4, 2.0).save(tmp_path / "other")], tmp_path) == 2
-    assert "two records have times of horovod at 500×4×40×uniform on 4 ranks" in capsys.readouterr().out
+    assert "two records have times of horovod at 500×4×40×uniform on 4 ranks" in capsys.readouterr().err
     other = tmp_path / "other.json"
     heads = {"op": "sparse_all_reduce", "ranks": 2, "mode": "eager", "dtype": "float32", "environment": {"gpu": None}}
     wrong = [json.dumps(heads | {"shapes": shapes}) for shapes in ([{}], [{"methods": []}], [{"methods": {"exact": {}}}], 5)]
     for text, said in (*((text, "is no record") for text in ("{", "[]", *wrong)), (json.dumps({"op": "gemm_rs"}), "of 'gemm_rs'")):
         other.write_text(text)
-        assert plot_records([path, other], tmp_path) == 2 and said in capsys.readouterr().out
-    assert plot_records([tmp_path / "none.json"], tmp_path) == 2 and "none.json is no record" in capsys.readouterr().out
+        assert plot_records([path, other], tmp_path) == 2 and said in capsys.readouterr().err
+    assert plot_records([tmp_path / "none.json"], tmp_path) == 2 and "none.json is no record" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert plot_records([path, swept(2).save(tmp_path)], tmp_path) == 1
-    assert "matplotlib is missing" in capsys.readouterr().out and not list(tmp_path.glob("*.png"))
+    assert "matplotlib is missing" in capsys.readouterr().err and not list(tmp_path.glob("*.png"))
 
 
 def measured(group, wrong):

@@ -196,6 +196,15 @@ def test_a_reader_that_leaves(tmp_path):
     assert done.returncode == 128 + signal.SIGPIPE and "Error" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize(("closed", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&-", 0), ("--no-such 2>&-", 2)])
+def test_a_stream_that_is_closed(closed, status):
+    """Then Python has None in its place, and a tool says what it says to nobody."""
+    command = f'exec "$0" -m fluxlike topo p3.16xlarge {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == status and not done.stderr, done
+    assert ("minmax" in done.stdout) == (closed == "2>&-")
+
+
 @pytest.mark.parametrize("module", ["torch", "triton", "numpy"])
 def test_hidden_module(tmp_path, module):
     done = run_doctor(tmp_path, "--json", TEST_HIDE=module, CUDA_VISIBLE_DEVICES="")

@@ -207,6 +207,8 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
         (["--sizes", "1K,6"], "6 bytes are no multiple of 4"),
         (["--share", "0"], "--share 0 above 0"),
         (["--rounds", "0"], "at least 1"),
+        (["--programs", "0"], "--programs 0 is not from 1 to 64"),
+        (["--programs", "65"], "--programs 65 is not from 1 to 64"),
         (["nosuch"], "no topology is called 'nosuch'"),
     ),
 )

@@ -1,10 +1,14 @@
 """The lint's rule "plain", in known-bad tiny kernels: words between ranks that are loaded or stored plainly; numbers of calls that
-are advanced before all threads have read them; a lint of nothing.
+are advanced before all threads have read them; a lint of nothing, and one that a signal ends.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import triton
@@ -184,6 +188,32 @@ def test_a_launch_on_other_memory_first_hides_nothing(tmp_path, argument):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=200)
     assert done.returncode == 1 and "[plain]" in done.stdout, done
     assert f"{1 + len(argument)} kernels compiled, 1 findings" in done.stdout
+
+
+def living(session: int) -> list[str]:
+    """The states of processes of a session that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its = path.read_text().rpartition(")")[2].split()[:4]
+            found += [state] if its == str(session) and state not in "ZX" else []
+    return found
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_nothing_outlives_a_lint_that_a_signal_ends(number, tmp_path):
+    """Neither its processes, though they compile, nor its temporary files."""
+    command = [sys.executable, "-m", "fluxlike", "lint", "--sm", "90", "--case", "gemm_rs", "--jobs", "2"]
+    env, pipes = os.environ | {"TMPDIR": str(tmp_path)}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+    assert process.stdout.readline().startswith("sm_90 ") and len(living(process.pid)) > 2 and list(tmp_path.iterdir())
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (128 + number, "")
+    until = time.monotonic() + 20  # of the workers' own: what tracks their semaphores, and a compiler that ends its file
+    while living(process.pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not living(process.pid) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("arguments", (["--sm", "x"], ["--sm", "70"], ["--sm", "110"], ["--sm", ""], ["--jobs", "0"]))

@@ -402,6 +402,13 @@ def test_a_file_that_cannot_be_written(option, capsys, tmp_path):
         (["--net-us", "-1"], "--net-us -1 must not be below 0"),
         (["--net-us", "nan"], "--net-us nan must not be below 0"),
         (["--tflops", "inf"], "--tflops inf must be above 0 and finite"),
+        *(
+            ([f"--{name}", value], f"--{name} {float(value):g} is of no machine; give one from 1e-06 to 1e+09")
+            for name, value in (("tflops", "1e-300"), ("net-gbps", "1e-320"), ("nvlink-gbps", "1e308"))
+        ),
+        (["--net-us", "1e10"], "--net-us 1e+10 is of no machine; give one from 0 to 1e+09"),
+        (["--json", "a.png", "--plot", "./a.png"], "--json and --plot are both ./a.png; name a file for each"),
+        (["--shapes", ""], "--shapes: "),
         (["--shapes", "1x2"], "--shapes: '1x2' is not a shape"),
         (["--shapes", "2147418113x8x8"], "2147418113x8x8: M=2147418113 is more than 2147418112, up to which kernels count; split"),
         (["--shapes", "8x2147418113x8"], "8x2147418113x8: N=2147418113 is more than"),

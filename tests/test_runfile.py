@@ -3,14 +3,17 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import ranks
 
 from fluxlike.runtime import raceverdict
-from fluxlike.tools import racecheck, racecheck_cost, runfile
+from fluxlike.tools import once, racecheck, racecheck_cost, runfile
 
 
 @pytest.fixture
@@ -178,7 +181,7 @@ def cost_main(*options):
 def test_the_cost_is_the_median_of_rounds_by_turns(monkeypatch, tmp_path, capsys):
     begun = []
 
-    def run(command, env, **_):
+    def run(command, env):
         begun.append(env["FLUXLIKE_RACECHECK"])
         number = float(len(begun))
         with open(command[-1], "w") as file:
@@ -188,7 +191,7 @@ def test_the_cost_is_the_median_of_rounds_by_turns(monkeypatch, tmp_path, capsys
     monkeypatch.delenv("RANK", raising=False)
     with monkeypatch.context() as patched:
         patched.setattr(racecheck_cost.topo, "stamp", lambda arguments, tool: {"command": [tool, *arguments]})
-        patched.setattr(racecheck_cost.subprocess, "run", run)
+        patched.setattr(racecheck_cost, "run", run)
         assert cost_main("--rounds", "3", "--out", str(tmp_path / "new")) == 0
     assert begun == ["0", "1"] * 3
     record = json.loads((tmp_path / "new" / "racecheck-cost.json").read_text())
@@ -206,9 +209,40 @@ def test_the_cost_where_the_ranks_fail(monkeypatch, capsys):
     failed = subprocess.CompletedProcess([], 3, "", "what went wrong")
     with monkeypatch.context() as patched:
         patched.setattr(racecheck_cost.topo, "stamp", lambda arguments, tool: {})
-        patched.setattr(racecheck_cost.subprocess, "run", lambda *args, **how: failed)
+        patched.setattr(racecheck_cost, "run", lambda *args: failed)
         assert cost_main() == 1
     assert capsys.readouterr().err == "racecheck: the ranks ended with status 3:\nwhat went wrong\n"
+
+
+LAUNCHER = """
+import os, signal, subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+signal.signal(signal.SIGTERM, lambda *_: (rank.terminate(), rank.wait(), sys.exit(1)))
+open(sys.argv[1], "w").write(str(rank.pid))
+os.rename(sys.argv[1], sys.argv[2])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP))
+def test_the_ranks_of_the_cost_end_with_it(number, tmp_path):
+    """A launcher's stand-in, which ends its rank where it is told to, and not where it is killed."""
+    part, pid = tmp_path / "part", tmp_path / "pid"
+
+    def end():
+        while not pid.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    killer = threading.Thread(target=end)
+    killer.start()
+    with pytest.raises(SystemExit) as left, once.ends_what_it_began():
+        racecheck_cost.run([sys.executable, "-c", LAUNCHER, str(part), str(pid)], dict(os.environ))
+    killer.join()
+    assert left.value.code == 128 + number and signal.getsignal(number) == before
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,37 @@ def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
 
 def test_what_launch_refuses():
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
-    for given, why in ((["--rdzv", "a:1"], "--rdzv needs --nnodes HOSTS"), (["--nproc="], "--nproc= needs a number")):
+    ports = ((["--nnodes", "2", "--rdzv", f"a:{port}"], f"not 'a:{port}'") for port in ("", "0", "00", "65536", "99999", "1e3"))
+    for given, why in ((["--rdzv", "a:1"], "--rdzv needs --nnodes HOSTS"), (["--nproc="], "--nproc= needs a number"), *ports):
         command = ["bash", "scripts/launch.sh", *given, "tests/nodes_case.py"]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-        assert done.returncode != 0 and why in done.stderr
+        assert done.returncode == 2 and why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("python", "said"),
+    (
+        ("exit 0", "does not run as a Python from 3.11 on; set it"),
+        ("echo Python; exit 0", "does not run as a Python from 3.11 on; set it"),
+        ("exit 1", "does not run as a Python from 3.11 on; set it"),
+        (f'exec {sys.executable} -S "$@"', "lacks torch triton numpy; install that there"),
+    ),
+)
+def test_a_python_that_is_given_and_of_no_use(tmp_path, python, said):
+    """Not one of another program that runs nothing and ends well, nor one whose first import fails in every rank."""
+    env = with_stand_ins(tmp_path, {"python": python})
+    env.pop("PYTHONPATH", None)
+    command = ["bash", "scripts/launch.sh", "--nproc", "1", "-m", "this"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"launch.sh: FLUXLIKE_PYTHON={tmp_path}/python {said}")
+
+
+def test_the_scripts_are_found_by_a_link(tmp_path):
+    for script in ("launch.sh", "test.sh"):
+        (tmp_path / script).symlink_to(ROOT / "scripts" / script)
+        done = subprocess.run(["bash", str(tmp_path / script), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and done.stdout.startswith(f"usage: {script}") and not done.stderr
 
 
 @pytest.mark.parametrize(

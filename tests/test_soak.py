@@ -413,6 +413,12 @@ def test_launches_of_contexts_that_are_made_again_count_once():
     assert [status for status, *_ in values(ranks.run_fresh(small_run, 2, sabotage=remakes_all, count=1))] == [0, 0]
 
 
+def test_a_file_that_cannot_be_written_comes_behind_the_table(tmp_path):
+    (tmp_path / "soak-R2.json").mkdir()
+    (status, said, _), (other, *_) = values(ranks.run_fresh(small_run, 2, count=1, argv=["--out", str(tmp_path)]))
+    assert status == 1 and other == 0 and said.rstrip().endswith("failures 0")
+
+
 def test_a_wrong_bit_is_found_and_told_with_its_step():
     (status, said, failures), (other, silence, theirs) = values(ranks.run_fresh(small_run, 2, sabotage=wrong_bit))
     assert status == other == 1 and failures == theirs and failures

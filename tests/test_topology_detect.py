@@ -329,7 +329,8 @@ def test_a_terminal_that_knows_ascii_only():
     "arguments",
     (
         ["--all", "--k", "1"], ["--random", "2"], ["p3.8xlarge", "--probe"], ["--roots", "a"], ["--objective", "best"],
-        ["p3.8xlarge", "--backtrack"], ["p3.8xlarge", "--link-usage-penalty", "0.5"],
+        ["p3.8xlarge", "--backtrack"], ["p3.8xlarge", "--link-usage-penalty", "0.5"], ["p3.8xlarge", "--roots", ""],
+        ["p3.8xlarge", "--save", "./a.json", "--json", "a.json"], ["p3.8xlarge", "--json", "./a.png", "--png", "a.png"],
     ),
 )  # fmt: skip
 def test_arguments_that_make_no_sense(arguments, capsys):

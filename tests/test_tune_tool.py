@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,6 +201,55 @@ def test_tables_from_records(tmp_path, capsys):
     assert "environment" in capsys.readouterr().err and out.read_text() == before
 
 
+RECORD = ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json"
+
+
+def test_what_a_table_would_replace_is_kept_until_it_is_made(tmp_path, monkeypatch):
+    """An error behind the reading of the records leaves the old table; older entries are not in the new one."""
+    from fluxlike.tools import tune
+
+    out = tmp_path / "table.json"
+    assert tune.from_records([RECORD], out) == 9
+    before = out.read_text()
+    with monkeypatch.context() as patched:
+        patched.setattr(tune, "_fastest", lambda *what: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tune.from_records([RECORD], out)
+    assert out.read_text() == before and list(tmp_path.iterdir()) == [out]
+    short = json.loads(RECORD.read_text())
+    short["shapes"] = short["shapes"][:1]
+    (tmp_path / "short.json").write_text(json.dumps(short))
+    assert tune.from_records([tmp_path / "short.json"], out) == 1 and len(json.loads(out.read_text())["entries"]) == 1
+
+
+def test_a_table_is_written_to_what_a_link_points_to(tmp_path):
+    from fluxlike.tools import tune
+
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link.json", tmp_path / "there" / "table.json"
+    link.symlink_to(target)
+    for _ in range(2):  # where it points to nothing, and to a file
+        assert tune.main(["from-records", str(RECORD), "--out", str(link)]) == 0
+        assert link.is_symlink() and len(json.loads(target.read_text())["entries"]) == 9
+
+
+def test_an_out_that_would_be_lost_is_refused(tmp_path, capsys):
+    """A record, also by another name of its, and what is no file."""
+    from fluxlike.tools import tune
+
+    record, link, pipe = tmp_path / "record.json", tmp_path / "link.json", tmp_path / "pipe"
+    record.write_bytes(RECORD.read_bytes())
+    link.symlink_to(record)
+    os.mkfifo(pipe)
+    whole = ["from-records", str(record), "--out"]
+    for argv in ([*whole, str(record)], [*whole, str(link)], [*whole, str(pipe)], ["gemm_rs", "--out", str(pipe)]):
+        with pytest.raises(SystemExit, match="2"):
+            tune.main(argv)
+        said = "is no regular file" if argv[-1] == str(pipe) else f"--out {argv[-1]} is the record {record}, which it would replace"
+        assert said in capsys.readouterr().err
+    assert record.read_bytes() == RECORD.read_bytes() and link.is_symlink() and pipe.is_fifo()
+
+
 def test_a_record_is_judged_by_the_memory_of_its_gpu():
     from fluxlike.tools import tune
 
@@ -210,6 +260,12 @@ def test_a_record_is_judged_by_the_memory_of_its_gpu():
 
 def broken_records():
     """What may be wrong with a record, as a change of one of the package's."""
+    for name, value in (("ranks", 0), ("mode", []), ("dtype", "nn"), ("shapes", []), ("environment", [])):
+        yield f"{name} {value!r}", lambda record, name=name, value=value: record.update({name: value})
+    for value in (0, None, "132", True):
+        yield f"multiprocessors {value!r}", lambda record, value=value: record["environment"].update(multiprocessors=value)
+    for name, value in (("m", 0), ("n", 10**12), ("k", float("inf"))):
+        yield f"{name} {value!r}", lambda record, name=name, value=value: record["shapes"][0].update({name: value})
     first = {"op": lambda: "gemm_ar", "dtype": lambda: "bfloat17", "shapes": lambda: [{}], "environment": dict, "ranks": None}
     for key, made in first.items():
         yield key, lambda record, key=key, made=made: record.pop(key) if made is None else record.update({key: made()})

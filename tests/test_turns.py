@@ -87,9 +87,53 @@ def tutorial(name):
 )
 def test_sizes_that_tutorials_refuse(name, arguments, said, monkeypatch, capsys):
     """Before ranks meet, and by one of them."""
+    refused(name, ["--tokens", "48", "--inner", "96", *arguments], said, monkeypatch, capsys)
+
+
+#: Sizes for three ranks.
+PREFILL = ["--kv_heads", "3", "--heads", "3", "--hidden", "6", "--tokens", "48", "--inner", "96"]
+FITTING = {"11_prefill_70b": PREFILL, "12_async_tp": PREFILL}
+FITTING["08_train_a_llama"] = ["--heads", "6", "--inner", "6", "--vocabulary", "6", "--tokens", "6"]
+BELOW_ONE = [
+    ("03_gemm_reduce_scatter", "m", 0), ("03_gemm_reduce_scatter", "iters", 0), ("04_all_gather_gemm", "n", -1),
+    ("05_mlp", "tokens", 0), ("05_mlp", "inner", -4), ("07_use_in_a_model", "steps", 0), ("07_use_in_a_model", "tokens", 0),
+    ("08_train_a_llama", "steps", 0), ("09_trees", "elements", 0), ("10_word2vec", "batch", 0), ("11_prefill_70b", "rounds", 0),
+    ("12_async_tp", "layers", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "option", "value"), BELOW_ONE)
+def test_numbers_below_one_that_tutorials_refuse(name, option, value, monkeypatch, capsys):
+    if name == "08_train_a_llama":
+        pytest.importorskip("transformers")
+    arguments = [*FITTING.get(name, []), f"--{option}", str(value)]
+    refused(name, arguments, f"--{option} {value} is below 1; give at least one", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", ("08_train_a_llama", "09_trees", "10_word2vec", "11_prefill_70b", "12_async_tp"))
+def test_a_place_that_tutorials_cannot_write_to(name, tmp_path, monkeypatch, capsys):
+    """Said before anything is trained or measured."""
+    if name == "08_train_a_llama":
+        pytest.importorskip("transformers")
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    monkeypatch.setenv("RANK", "0")
+    refused(name, [*FITTING.get(name, []), "--out", str(out)], f"--out {out}: ", monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    ((["--tokens", "16"], "3 ranks do not divide all of --tokens 16;"), (["--tokens", "48"], "3 ranks do not divide the 8 heads;")),
+)
+def test_ranks_that_tutorial_7_refuses(arguments, said, monkeypatch, capsys):
+    refused("07_use_in_a_model", arguments, said, monkeypatch, capsys)
+
+
+def refused(name, arguments, said, monkeypatch, capsys):
+    """By the first of three ranks, in words, and by the second without."""
     monkeypatch.setattr(once, "GRACE_S", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [name, "--tokens", "48", "--inner", "96", *arguments])
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setenv("WORLD_SIZE", "3")
     for local in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", local)

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive
 
 GPU, CPU = {"m": 8192, "n": 8192, "k": 28672}, {"m": 256, "n": 192, "k": 256}
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
@@ -151,6 +151,7 @@ if __name__ == "__main__":
     parser.add_argument("--iters", type=int, default=10, help="calls in a timed round")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
+    positive(parser, args, ("m", "n", "k", "iters"))
     fluxlike.init()
     try:
         status = main(args)

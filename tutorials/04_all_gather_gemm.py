@@ -40,7 +40,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive
 
 GPU, CPU = {"m": 8192, "n": 28672, "k": 8192}, {"m": 256, "n": 192, "k": 256}
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
@@ -157,6 +157,7 @@ if __name__ == "__main__":
     parser.add_argument("--iters", type=int, default=10, help="calls in a timed round")
     parser.add_argument("--no-check", action="store_true")
     args = parser.parse_args()
+    positive(parser, args, ("m", "n", "k", "iters"))
     fluxlike.init()
     try:
         status = main(args)

@@ -36,7 +36,7 @@ from torch import nn
 
 import fluxlike
 from fluxlike.kernels.tiles import chunk_rows, rows_of
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive
 
 GPU = {"hidden": [4096], "inner": [14336], "tokens": [4096, 1000, 1, 37, 4096]}
 CPU = {"hidden": [96], "inner": [192], "tokens": [64, 37, 1, 64]}
@@ -143,6 +143,7 @@ if __name__ == "__main__":
     for name, default in (GPU if torch.cuda.is_available() else CPU).items():
         parser.add_argument(f"--{name}", type=int, nargs="+" if name == "tokens" else 1, default=default)
     args = parser.parse_args()
+    positive(parser, args, CPU)
     fluxlike.init()
     try:
         status = main(args)

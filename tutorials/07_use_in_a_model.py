@@ -37,7 +37,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fluxlike
 from fluxlike.nn import RowwiseParallel, SharedGather
-from fluxlike.tools.once import Parser
+from fluxlike.tools import command, turns
+from fluxlike.tools.once import Parser, positive
 
 DIM, INNER, HEAD = 32, 64, 4
 
@@ -84,11 +85,6 @@ def sum_of_norms(model: Block, mesh: DeviceMesh) -> None:
 
 def main(args: argparse.Namespace) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
-    if DIM // HEAD % size or args.tokens % size:
-        why = f"the {DIM // HEAD} heads and the {args.tokens} tokens must be multiples of that"
-        raise SystemExit(f"{size} ranks: {why}; start fewer, as with launch.sh --nproc 2")
-    if args.steps < 1:
-        raise SystemExit(f"--steps {args.steps}: after no step there is nothing to compare; take one at least")
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(kind, (size,), mesh_dim_names=("tp",))
     torch.manual_seed(0)  # the same weights and tokens on all ranks
@@ -137,6 +133,10 @@ if __name__ == "__main__":
     parser.add_argument("--tolerance", type=float, default=1e-2 if torch.cuda.is_available() else 1e-3)
     parser.add_argument("--compile", action="store_true", help="torch.compile the sharded model")
     args = parser.parse_args()
+    positive(parser, args, ("steps", "tokens"))
+    turns.refuse_uneven(parser, args, ("tokens",))
+    if DIM // HEAD % command.ranks():
+        parser.error(f"{command.ranks()} ranks do not divide the {DIM // HEAD} heads; give another --nproc to launch.sh")
     fluxlike.init()
     try:
         status = main(args)

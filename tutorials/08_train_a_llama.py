@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 import fluxlike
 from fluxlike.nn import ColwiseParallel, RowwiseParallel, SharedGather
 from fluxlike.tools import turns
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive, writable
 
 GPU = {"hidden": 1024, "inner": 2816, "layers": 4, "heads": 16, "vocabulary": 4096, "batch": 4, "tokens": 1024, "steps": 200}
 CPU = {"hidden": 32, "inner": 64, "layers": 2, "heads": 8, "vocabulary": 64, "batch": 2, "tokens": 8, "steps": 2}
@@ -215,7 +215,9 @@ if __name__ == "__main__":
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--out", metavar="DIR", help="write the losses there, as JSON and as a picture")
     args, size = parser.parse_args(), int(os.environ.get("WORLD_SIZE", "1"))
-    if any(n % size for n in (args.heads // 2, args.inner, args.vocabulary, args.tokens)):
+    positive(parser, args, CPU)
+    writable(parser, args.out)
+    if args.heads < 2 or any(n % size for n in (args.heads // 2, args.inner, args.vocabulary, args.tokens)):
         parser.error(f"half of --heads, --inner, --vocabulary and --tokens must be multiples of the {size} ranks; pass others")
     fluxlike.init()
     try:

@@ -49,7 +49,7 @@ import torch.distributed as dist
 import fluxlike
 from fluxlike.ops.trees import TreeContext
 from fluxlike.runtime import world
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive, writable
 from fluxlike.tools.topo import planned
 from fluxlike.tools.topo_report import draw, matrix_lines, plan_lines
 from fluxlike.topology import LinkMatrix, current
@@ -143,6 +143,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", metavar="DIR", help="draw the picture there; needs matplotlib")
     parser.add_argument("--elements", type=int, default=GPU if torch.cuda.is_available() else CPU)
     args = parser.parse_args()
+    positive(parser, args, ("elements",))
+    writable(parser, args.out)
     fluxlike.init()
     try:
         status = main(args)

@@ -47,7 +47,7 @@ from torch import nn
 import fluxlike
 from fluxlike.runtime import world
 from fluxlike.tools import sparse_baselines
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive, writable
 
 TEXT = Path(__file__).parent / "data" / "genesis.txt"
 #: What the flags are with GPUs and without.
@@ -281,6 +281,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1 or args.more < 0 or args.steps + args.more < 6:
         parser.error(f"--steps {args.steps} --more {args.more}: the last five losses are held to the first; make 6 steps or more")
+    positive(parser, args, CPU.keys() - {"more"})
+    writable(parser, args.out)
     return args
 
 

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 
 import fluxlike
 from fluxlike.tools import turns
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive, writable
 
 GPU = {"tokens": 8192, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "layers": 0, "rounds": 7}
 CPU = {"tokens": 64, "hidden": 64, "inner": 128, "heads": 8, "kv_heads": 4, "layers": 2, "rounds": 1}
@@ -206,7 +206,9 @@ if __name__ == "__main__":
     args = parser.parse_args()
     turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
     turns.refuse_heads(parser, args)
-    if args.layers < 1 and not torch.cuda.is_available():
+    positive(parser, args, CPU.keys() - {"layers"})
+    writable(parser, args.out, file=True)
+    if args.layers < (0 if torch.cuda.is_available() else 1):
         parser.error(f"--layers {args.layers}: 0 is as many as a GPU has memory for; without GPUs give a number above 0")
     fluxlike.init()
     try:

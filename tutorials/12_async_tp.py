@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 import fluxlike
 from fluxlike.nn import AsyncTP
 from fluxlike.tools import turns
-from fluxlike.tools.once import Parser
+from fluxlike.tools.once import Parser, positive, writable
 
 GPU = {"tokens": 8192, "hidden": 8192, "inner": 28672, "heads": 64, "kv_heads": 8, "layers": 2, "rounds": 7}
 CPU = {"tokens": 16, "hidden": 32, "inner": 64, "heads": 8, "kv_heads": 4, "layers": 1, "rounds": 1}
@@ -222,6 +222,8 @@ if __name__ == "__main__":
     args = parser.parse_args()
     turns.refuse_uneven(parser, args, ("kv_heads", "tokens", "inner"))
     turns.refuse_heads(parser, args)
+    positive(parser, args, CPU)
+    writable(parser, args.out, file=True)
     fluxlike.init()
     try:
         status = main(args)

@@ -229,19 +229,20 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
 # writing
 
 
-def store(machine: Machine, entries: Iterable[Entry], path: Path | None = None, **about: Any) -> Path:
-    """Add entries to the user's cache, or to the file ``path``, in place of older ones for the same problems. Returns its path.
+def store(machine: Machine, entries: Iterable[Entry], path: Path | None = None, *, anew: bool = False, **about: Any) -> Path:
+    """Add entries to the user's cache, or to the file ``path``, in place of older ones for the same problems; ``anew``: in place of
+    all older ones. Returns its path. A ``path`` that is a link stays one: what it points to is written.
 
     Whoever reads meanwhile sees the old file or the new one; two writers of the cache wait for each other, both are heard. A file
     that is no table of this machine and software is replaced. ``about``: what else it shall say. OSError if it cannot be written,
     also where others may write to the cache.
     """
-    where = path or cache_file(machine)
+    where = Path(os.path.realpath(path)) if path else cache_file(machine)
     where.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if path is None else 0o777)
     if path is None:
         files.refuse_shared(where.parent)
     with _alone(where) if path is None else contextlib.nullcontext():
-        old = _read(where, path is None) if os.path.lexists(where) else {}
+        old = _read(where, path is None) if os.path.lexists(where) and not anew else {}
         if old.get("machine") != machine.as_json() or old.get("software") != about.get("software", software()):
             old = {}
         kept = {_key(entry): entry for entry in old.get("entries", []) if isinstance(entry, dict)}

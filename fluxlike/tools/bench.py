@@ -41,6 +41,7 @@ import functools
 import gc
 import importlib.util
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -383,13 +384,13 @@ class Bench:
                     if why is not None:
                         report.left_out.append({"shape": str(shape), "why": why})
                     if out:
-                        report.save(out)
+                        voice.save(report, out)
                 voice.say(f"[{i + 1}/{len(shapes)}] {asked.op} {shape} ({time.monotonic() - begun:.1f} s) {text}")
                 advance()
                 self.free()
         if loud:
             stamp["clocks_after"] = bench_report.clocks()
-            voice.report(reports.values(), out)
+            self.bad |= not voice.report(reports.values(), out)
         rows = [row for report in reports.values() for result in report.results for row in result.rows]
         measured = any(row.status == "ok" for row in rows)
         if not measured:
@@ -418,8 +419,9 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
-        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed or nothing was measured; 2 for wrong arguments, "
-        "records that cannot be read, or where the package rich is missing. The protocol is in the module's docstring.",
+        epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed, nothing was measured or a file could not be "
+        "written; 2 for wrong arguments, records that cannot be read, or where the package rich is missing. The protocol is in the "
+        "module's docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
     suites = dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES)
@@ -451,7 +453,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     command.choose_suite(parser, asked, cuda, kind)
     usual = methods(kind, cuda)
     possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST, *kind.PEERS_ON_REQUEST)))
-    names = [name.strip() for name in asked.methods.split(",")] if asked.methods else list(usual)
+    names = [name.strip() for name in asked.methods.split(",")] if asked.methods is not None else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:
         parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
@@ -469,7 +471,7 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
     if asked.plot_records:
-        return bench_records.plot(asked.op, asked.plot_records, asked.out or ".")
+        return bench_records.plot(asked.op, asked.plot_records, asked.out or ".") if os.environ.get("RANK", "0") == "0" else 0
     if command.lacks("bench", "rich", "rich matplotlib"):
         return 2
 

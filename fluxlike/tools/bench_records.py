@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import json
+import reprlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,11 @@ from .bench_report import nodes_of, sharing_of
 
 #: Of a record's shape, what was measured or follows from its sizes.
 DERIVED = ("limit_ms", "methods", "union", "bytes")
+#: The most that a record may say: ranks, elements of a side of a product, and ms of a call, of which a ns is the least.
+MOST_RANKS, LONGEST, LEAST_MS, MOST_MS = 1024, 1 << 31, 1e-6, 1e9
+PRODUCTS = ("gemm_rs", "ag_gemm", "gemm_ar")
+NAMES: dict[type, str] = {dict: "object", list: "list", str: "text"}
+DTYPES, MODES = ("bfloat16", "float16", "float32"), ("eager", "graph")
 #: panel: method: (ranks, ms, …) in ascending order of ranks.
 Panels = dict[str, dict[str, list[tuple[int, float]]]]
 
@@ -20,9 +27,61 @@ def told(path: str | Path) -> Iterator[None]:
     """Whatever is wrong inside with a record from ``path``, or with the file, becomes a ValueError that names it."""
     try:
         yield
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         what = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is no record of bench: {what}; give JSON files that bench --out has written") from error
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """What is in a file that is to be a record; `check` looks at the rest."""
+    record: dict[str, Any] = _kind(json.loads(Path(path).read_text(encoding="utf-8")), "all of it", dict)
+    return record
+
+
+def check(record: dict[str, Any]) -> None:
+    """ValueError names a field whose value bench never writes, before anything is made of it."""
+    stamp = _kind(record["environment"], "environment", dict)
+    _whole(record["ranks"], "ranks", MOST_RANKS)
+    for name in ("nodes", "multiprocessors"):
+        if stamp.get(name) is not None:  # older records do not say nodes, and without a GPU there are no multiprocessors
+            _whole(stamp[name], f"environment.{name}")
+    if stamp.get("gpu") is not None:
+        _kind(stamp["gpu"], "environment.gpu", str)
+    for name, known in (("dtype", DTYPES), ("mode", MODES)):
+        if record[name] not in known:
+            raise ValueError(f"{name} is {record[name]!r}, which is none of {', '.join(known)}")
+    shapes = _kind(record["shapes"], "shapes", list)
+    if not shapes:
+        raise ValueError("shapes is [], and there must be one at least")
+    for number, shape in enumerate(shapes):
+        _check_shape(record["op"], _kind(shape, f"shapes[{number}]", dict), f"shapes[{number}]")
+
+
+def _check_shape(op: str, shape: dict[str, Any], where: str) -> None:
+    sizes = {name: size for name, size in shape.items() if name not in DERIVED}
+    if op in PRODUCTS:
+        sizes |= {name: shape[name] for name in ("m", "n", "k")}
+    for name, size in sizes.items():
+        if name in ("m", "n", "k"):
+            _whole(size, f"{where}.{name}", LONGEST)
+        elif not isinstance(size, (str, list)):  # how ids are drawn, and the sizes of many tensors
+            _whole(size, f"{where}.{name}")
+    for method, facts in _kind(shape["methods"], f"{where}.methods", dict).items():
+        ms, name = _kind(facts, f"{where}.methods.{method}", dict)["ms"], f"{where}.methods.{method}.ms"
+        median = _kind(ms, name, dict)["median"] if ms is not None else 1.0
+        if isinstance(median, bool) or not isinstance(median, (int, float)) or not LEAST_MS <= median <= MOST_MS:
+            raise ValueError(f"{name}.median is {median!r}, which is no number from {LEAST_MS:g} to {MOST_MS:g}")
+
+
+def _kind(value: Any, name: str, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which is no {NAMES[kind]}")
+    return value
+
+
+def _whole(value: Any, name: str, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= (most or value):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, which is no whole number from 1 {f'to {most}' if most else 'on'}")
 
 
 def panels(records: Sequence[dict[str, Any]]) -> Panels:
@@ -58,9 +117,10 @@ def read(op: str, paths: Sequence[str]) -> list[dict[str, Any]]:
     records = []
     for path in paths:
         with told(path):
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            record = load(path)
             known = record["op"] == op
             if known:
+                check(record)
                 panels([record])
         if not known:
             raise ValueError(f"{path} is a record of {record['op']!r}, not of {op}; give records of {op}")
@@ -88,15 +148,15 @@ def plot(op: str, paths: Sequence[str], out: str) -> int:
     try:
         found = panels(read(op, paths))
     except ValueError as error:
-        print(f"bench: {error}")
+        print(f"bench: {error}", file=sys.stderr)
         return 2
     if not found:
-        print("no plot: no shape of these records has times of two numbers of ranks")
+        print("bench: no plot: no shape of these records has times of two numbers of ranks", file=sys.stderr)
         return 1
     try:
         figure = importlib.import_module("matplotlib.figure").Figure(layout="constrained")
     except ImportError:
-        print("no plot: matplotlib is missing; python -m pip install matplotlib")
+        print("bench: no plot: matplotlib is missing; python -m pip install matplotlib", file=sys.stderr)
         return 1
     draw(found, figure)
     path = Path(out) / f"{op}-ranks.png"
@@ -104,7 +164,7 @@ def plot(op: str, paths: Sequence[str], out: str) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
     except OSError as error:
-        print(f"bench: {path} cannot be written: {error}; name another folder with --out")
+        print(f"bench: {path} cannot be written: {error}; name another folder with --out", file=sys.stderr)
         return 1
     print(f"written: {path}")
     return 0

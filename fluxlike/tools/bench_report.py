@@ -134,7 +134,9 @@ def nodes_of(stamp: Mapping[str, Any]) -> int:
 
 
 def sharing_of(stamp: Mapping[str, Any]) -> int:
-    """How many ranks of a record shared a GPU."""
+    """How many ranks of a record shared a GPU; without GPUs the variable means nothing."""
+    if stamp.get("gpu", "") is None:
+        return 1
     return int(stamp.get("variables", {}).get("FLUXLIKE_RANKS_PER_GPU") or 1)
 
 
@@ -256,8 +258,13 @@ class Report:
         """The JSON; whole or not at all, so that it can be written again after each shape."""
         path = directory / f"{self.name}.json"
         scratch = path.with_suffix(".json.part")
-        scratch.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        try:
+            scratch.write_text(json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            os.replace(scratch, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            raise
         return path
 
 
@@ -418,6 +425,7 @@ class Voice:
 
     def __init__(self, loud: bool) -> None:
         self.console: Any = None
+        self.unwritten: set[str] = set()
         if loud:
             terminal = sys.stdout.isatty()
             self.console = importlib.import_module("rich.console").Console(width=None if terminal else 200)
@@ -436,7 +444,31 @@ class Voice:
             task = bar.add_task("shapes", total=total)
             yield lambda: bar.advance(task)
 
-    def report(self, reports: Any, out: Path | None) -> None:
+    def save(self, report: Report, out: Path) -> Path | None:
+        """The JSON that was written; None, which is said, if it could not be, after which the run goes on to its table."""
+        try:
+            return report.save(out)
+        except OSError as error:
+            self._unwritten(out / f"{report.name}.json", error)
+            return None
+
+    def draw(self, report: Report, path: Path) -> bool:
+        """The picture; whether it could be written, if there is one."""
+        try:
+            self.say(plot(report, path) or f"written: {path}")
+        except OSError as error:
+            self._unwritten(path, error)
+            return False
+        return True
+
+    def _unwritten(self, path: Path, error: OSError) -> None:
+        if str(path) not in self.unwritten:  # once a file, which is tried again after each shape
+            print(f"bench: {path} cannot be written: {error}; name another folder with --out", file=sys.stderr, flush=True)
+        self.unwritten.add(str(path))
+
+    def report(self, reports: Any, out: Path | None) -> bool:
+        """The tables, and the files of them; whether all were written."""
+        whole = True
         for report in reports:
             self.say("")
             # a narrow terminal wraps whole lines, which reads better than columns of three letters
@@ -445,6 +477,7 @@ class Voice:
             for line in summary(report):
                 self.say(line)
             if out:
-                self.say(f"written: {report.save(out)}")
-                picture = out / f"{report.name}.png"
-                self.say(plot(report, picture) or f"written: {picture}")
+                path = self.save(report, out)
+                self.say(f"written: {path}") if path else None
+                whole = bool(self.draw(report, out / f"{report.name}.png") and path and whole)
+        return whole

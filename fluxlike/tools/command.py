@@ -50,7 +50,7 @@ def add_shapes(
 
 def read_shapes(parser: argparse.ArgumentParser, asked: argparse.Namespace, kind: type[Problem] = Problem) -> None:
     """``asked.shapes`` from text to what it says; ends the process if it is no list of shapes."""
-    if asked.shapes:
+    if asked.shapes is not None:
         try:
             asked.shapes = kind.parse(asked.shapes)
         except ValueError as error:

@@ -186,6 +186,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--algos: {', '.join(map(repr, unknown))} is not one of {', '.join(ALGORITHMS)}")
     if asked.rounds < 1 or not 0 < asked.share <= 1:
         parser.error(f"--rounds {asked.rounds} must be at least 1, and --share {asked.share:g} above 0 and at most 1")
+    if not 1 <= asked.programs <= 64:
+        parser.error(f"--programs {asked.programs} is not from 1 to 64, as FLUXLIKE_CPU_PROGRAMS must be; give such a number")
     try:
         asked.sizes = [size.nbytes for size in parse_sizes(asked.sizes)]
     except ValueError as error:

@@ -13,7 +13,6 @@ of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. 
 
 import argparse
 import importlib
-import json
 import math
 import statistics
 import sys
@@ -24,14 +23,16 @@ from typing import Any
 
 from ..kernels.tiles import cdiv
 from ..ops import validate
-from . import command, topo
-from .bench_records import told
+from . import command, once, topo
+from .bench_records import check, load, told
 from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
 #: Rows of the cases on two nodes that others have published, with N and K of `published`.
 PUBLISHED = (4096, 8192, 16384, 32768, 65536)
 MOST = 1024
+#: Rates and times that are given, in their units: with others sums are infinite, or differences nothing.
+SLOWEST, FASTEST = 1e-6, 1e9
 #: Bits a second in a Gbit/s, bytes a second in a GB/s.
 GIGA = 1e9
 #: Where the picture of E ends below.
@@ -81,6 +82,7 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
     here = replace(cluster, nodes=1, gpus=record["ranks"])
     for shape in record["shapes"]:
         call = Call(record["op"], shape["m"], shape["n"], shape["k"])
+        possible(call, here.ranks)
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
         model["copy_engine"] = group_call(here, call, "copy_engine")[1]
         for name, seconds in model.items():
@@ -105,8 +107,10 @@ def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]
     found: list[Compared] = []
     for path in paths:
         with told(path):
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = load(path)
             other = "" if record["op"] == op else str(record["op"])
+            if not other:
+                check(record)
             why = "" if other else unlike(record)
             found += [] if other or why else compare(record, cluster)
         if why:
@@ -236,6 +240,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(asked, name):g} must be above 0 and finite")
     if not 0 <= asked.net_us < math.inf:
         parser.error(f"--net-us {asked.net_us:g} must not be below 0, and finite")
+    for name, least in (("nvlink_gbps", SLOWEST), ("net_gbps", SLOWEST), ("tflops", SLOWEST), ("net_us", 0)):
+        given = getattr(asked, name)
+        if not least <= given <= FASTEST:
+            parser.error(f"--{name.replace('_', '-')} {given:g} is of no machine; give one from {least:g} to {FASTEST:g}")
     try:
         asked.nodes = [int(count) for count in asked.nodes.split(",")]
     except ValueError:
@@ -250,6 +258,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             possible(call, asked.gpus_per_node * min(asked.nodes))
     except ValueError as error:
         parser.error(f"--shapes: {error}")
+    once.different(parser, asked, ("json", "plot"))
     for name in ("json", "plot"):
         command.writable(parser, getattr(asked, name), f"--{name}", file=True)
     return asked

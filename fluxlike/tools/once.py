@@ -4,10 +4,13 @@ Imports nothing of weight: `racecheck` runs programs that may set variables befo
 """
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 #: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
@@ -41,14 +44,62 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def writable(parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False) -> None:
+@contextlib.contextmanager
+def ends_what_it_began() -> Iterator[None]:
+    """In here SIGTERM and SIGHUP raise SystemExit, so that processes and folders do not outlive this; a second one ends it as ever.
+
+    But for signals that are heeded or ignored already, as under nohup. In the main thread.
+    """
+
+    def as_ever() -> None:
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
+
+    def end(number: int, frame: object) -> NoReturn:
+        as_ever()
+        sys.exit(128 + number)
+
+    mine = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in mine:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        as_ever()
+
+
+def positive(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: Iterable[str]) -> None:
+    """Ends the process if one of these numbers of ``asked``, or one in these lists, is below 1."""
+    for name in names:
+        value = getattr(asked, name)
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            parser.error(f"--{name} {least} is below 1; give at least one")
+
+
+def different(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: Iterable[str]) -> None:
+    """Ends the process if two of these files to be written are one, which only the later of them would be in."""
+    seen: dict[str, str] = {}
+    for name in names:
+        path = getattr(asked, name)
+        other = seen.setdefault(os.path.realpath(path), name) if path else name
+        if other != name:
+            parser.error(f"--{other} and --{name} are both {path}; name a file for each")
+
+
+def writable(
+    parser: argparse.ArgumentParser, out: str | None, option: str = "--out", file: bool = False, replaced: bool = False
+) -> None:
     """Makes the folder ``out``, or that of the ``file``, on the rank that writes; ends the process if no file can be made there,
-    before hours are spent."""
+    before hours are spent. ``replaced``: what is there is, so that it may be a file only, and no pipe or device.
+    """
     if out and os.environ.get("RANK", "0") == "0":
-        folder = os.path.dirname(out) or "." if file else out
+        folder = os.path.dirname(os.path.realpath(out)) if file else out  # of what a link points to
         try:
             if file and os.path.isdir(out):
                 raise IsADirectoryError("it is a folder; name a file")
+            if replaced and os.path.exists(out) and not os.path.isfile(out):
+                raise OSError("it is no regular file, and would be replaced; name one, or one that is not there yet")
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:

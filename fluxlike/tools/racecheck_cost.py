@@ -21,7 +21,7 @@ import torch
 import fluxlike
 
 from ..runtime import world
-from . import command, topo
+from . import command, once, topo
 
 RANKS, CALLS = 2, 7
 #: Operations and transports, in the order of the table.
@@ -56,11 +56,23 @@ def launched(size: int, checked: bool) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "seconds.json"
         ranks = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", *where]
-        done = subprocess.run([*ranks, "-m", __spec__.name, str(size), str(path)], env=environ, capture_output=True, text=True)
+        done = run([*ranks, "-m", __spec__.name, str(size), str(path)], environ)
         if done.returncode or not path.exists():
             raise RuntimeError(f"the ranks ended with status {done.returncode}:\n{done.stderr}")
         seconds: list[float] = json.loads(path.read_text())
     return seconds
+
+
+def run(command: list[str], environ: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """A launcher, which is told where this process is to end before it: other than a kill, that ends its ranks, too."""
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            _, said = launcher.communicate()
+        except BaseException:
+            launcher.terminate()
+            launcher.communicate()
+            raise
+    return subprocess.CompletedProcess(command, launcher.returncode, "", said)
 
 
 def rows(off: Sequence[Sequence[float]], on: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
@@ -97,9 +109,10 @@ def main(argv: list[str]) -> int:
     stamp = topo.stamp(["--cost", *argv], "racecheck")
     off, on = [], []
     try:
-        for _ in range(asked.rounds):
-            off.append(launched(asked.size, False))
-            on.append(launched(asked.size, True))
+        with once.ends_what_it_began():
+            for _ in range(asked.rounds):
+                off.append(launched(asked.size, False))
+                on.append(launched(asked.size, True))
     except RuntimeError as error:
         print(f"racecheck: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,7 @@ GPU is asked for, and the memory. soak_report: what comes of it.
 """
 
 import argparse
+import sys
 import time
 import traceback
 from collections import Counter
@@ -363,7 +364,11 @@ class Soak:
         if self.rank == 0:
             print(table(result, self.profile.modes), flush=True)
             if self.asked.out:
-                self.say(f"written: {save(result, Path(self.asked.out))}")
+                try:
+                    self.say(f"written: {save(result, Path(self.asked.out))}")
+                except OSError as error:
+                    bad = True
+                    print(f"soak: no file was written: {error}; name another folder with --out", file=sys.stderr, flush=True)
         return int(bad)
 
 
@@ -381,8 +386,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike soak",
         description="Random calls for a long time, every result checked. Start it with scripts/launch.sh. See docs/soak.md.",
-        epilog="Exit status: 1 if anything was wrong, if memory grew, if a rank failed, or if no call was made; 2 for wrong "
-        "arguments, or ranks on several nodes.",
+        epilog="Exit status: 1 if anything was wrong, if memory grew, if a rank failed, if no call was made or its file could not "
+        "be written; 2 for wrong arguments, or ranks on several nodes.",
     )
     parser.add_argument("--minutes", type=float, required=True, help="how long, after the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of the steps and of the data (0)")

@@ -52,9 +52,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if asked.probe and asked.topology:
         parser.error(f"--probe measures this machine's GPUs, not {asked.topology!r}; leave out one of them")
     try:
-        asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots else None
+        asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots is not None else None
     except ValueError:
         parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
+    once.different(parser, asked, ("save", "json", "png"))
     for name in ("save", "json", "png"):
         once.writable(parser, getattr(asked, name), f"--{name}", file=True)
     return asked
@@ -171,12 +172,12 @@ def processor() -> str:
 
 
 def write(path: str, data: dict[str, Any]) -> None:
-    """JSON, with each row of the outermost lists on a line."""
+    """JSON, with each row of the outermost lists on a line. ValueError if a number is none that JSON has."""
     parts = []
     for key, value in data.items():
-        text = json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         if isinstance(value, list):
-            text = "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
+            text = "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False, allow_nan=False)}" for row in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
     Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
     print(f"written: {path}")
@@ -184,7 +185,7 @@ def write(path: str, data: dict[str, Any]) -> None:
 
 def one(asked: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Matrix and plan of one machine; the exit status."""
-    matrix = probed() if asked.probe else load(asked.topology) if asked.topology else current()
+    matrix = probed() if asked.probe else load(asked.topology) if asked.topology is not None else current()
     options = {
         "k": asked.k, "objective": asked.objective, "link_usage_penalty": asked.link_usage_penalty,
         "backtrack": asked.backtrack, "seed": asked.seed, "roots": asked.roots,

@@ -14,7 +14,6 @@ are written only with --out.
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
-from .bench_records import told
+from .bench_records import check, load, told
 from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
 ROUNDS = 5
@@ -190,10 +189,13 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = load(path)
             stamp, mode = data["environment"], data["mode"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
+            check(data)
+            if stamp["multiprocessors"] is None:
+                raise ValueError("multiprocessors is None, and a table is of a number of them")
             elsewhere = nodes_of(stamp) > 1 or sharing_of(stamp) > 1
             machine = Machine(stamp["gpu"], _capability(stamp["gpu"]), stamp["multiprocessors"])
             machines.add(machine)
@@ -211,7 +213,6 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             modes[mode] = path, its
     if len(machines) != 1:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
-    out.unlink(missing_ok=True)
     entries = [_fastest(problem, [times for _, times in modes.values()]) for problem, modes in found.items()]
     kept = [entry for entry in entries if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
@@ -219,7 +220,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
         about += "; us: mean of eager calls and graphs where both were"
     # of every record: the table is of all of them
     software = {key: ", ".join(dict.fromkeys(str(one[key]) for one in measured if one[key])) for key in measured[0]}
-    tuned.store(machines.pop(), kept, out, software=software, source=sources, about=about)
+    tuned.store(machines.pop(), kept, out, anew=True, software=software, source=sources, about=about)
     return len(kept)
 
 
@@ -232,7 +233,7 @@ def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> c
 def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
     """The median of each schedule of a shape, in ms; none of what was wrong or failed."""
     measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[op]}
-    return {name: ms["median"] * 1.0 for name, ms in measured.items() if ms}  # an error where it is no number
+    return {name: ms["median"] for name, ms in measured.items() if ms}
 
 
 def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
@@ -289,13 +290,16 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     records.add_argument("--out", type=Path, required=True, metavar="FILE")
     asked = parser.parse_args(argv)
     if asked.op == "from-records":
-        command.writable(parser, str(asked.out), file=True)
+        for record in asked.records:
+            if asked.out.exists() and record.exists() and record.samefile(asked.out):
+                parser.error(f"--out {asked.out} is the record {record}, which it would replace; name another file")
+        command.writable(parser, str(asked.out), file=True, replaced=True)
         return asked
     for name in ("rounds", "most"):
         if getattr(asked, name) < 1:
             parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
     command.choose_suite(parser, asked, cuda, PROBLEMS[asked.op])
-    command.writable(parser, asked.out, file=True)
+    command.writable(parser, asked.out, file=True, replaced=True)
     return asked
 
 

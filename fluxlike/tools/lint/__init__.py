@@ -7,11 +7,13 @@ Needs no GPU. From Python: `check_all`, or `variants.check` for one call; `rules
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -33,9 +35,21 @@ def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs:
         for case, capability in work:
             yield from check(case, capability)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for reports in pool.map(check, *zip(*work, strict=True)):
-            yield from reports
+    with tempfile.TemporaryDirectory(prefix="fluxlike-lint-") as folder:
+        others = set(multiprocessing.active_children())
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _writes_to, (folder,)) as pool:
+            try:
+                for coming in [pool.submit(check, *one) for one in work]:
+                    yield from coming.result()
+            except BaseException:  # also where nobody wants the rest, which takes minutes
+                for process in set(multiprocessing.active_children()) - others:
+                    process.terminate()
+                raise
+
+
+def _writes_to(folder: str) -> None:
+    """All temporary files of this process, which may be ended, to where another one removes them."""
+    tempfile.tempdir = folder
 
 
 def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
@@ -102,10 +116,11 @@ def main(argv: list[str]) -> int:
     else:
         parser.error(f"there is no file {asked.file}")
     reports = []
-    for report in coming:
-        reports.append(report)
-        if not asked.json:
-            print(describe(report), flush=True)
+    with once.ends_what_it_began(), contextlib.closing(_each(coming)) as closed:
+        for report in closed:
+            reports.append(report)
+            if not asked.json:
+                print(describe(report), flush=True)
     found = sum(len(report.findings) for report in reports)
     if asked.json:
         print(json.dumps({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}))
@@ -115,6 +130,11 @@ def main(argv: list[str]) -> int:
         print(f"lint: {_nothing(asked, capabilities)}", file=sys.stderr)
         status = status or 2
     return status or int(found > 0)
+
+
+def _each(reports: Iterable[Report]) -> Generator[Report]:
+    """The same, and an end of it before all have come is one of what they come from."""
+    yield from reports
 
 
 def _nothing(asked: argparse.Namespace, capabilities: Sequence[int]) -> str:
