@@ -171,6 +171,34 @@ def test_a_making_that_ends_leaves_no_thread(how):
         assert outcome.value == ("PeerTimeout" if how == "dies" else "KeyboardInterrupt", 0, 0), outcome.value
 
 
+def ends_beside(group):
+    """Rank 0 closes a context, then ends fluxlike, while another thread of it waits in a call for rank 1, which comes later."""
+    start()
+    x, said = torch.ones(8, 8), []
+    fluxlike.gemm_rs(x, x)
+    for ctx in (fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype), None):
+
+        def call(ctx=ctx):
+            said.append(fluxlike.gemm_rs(x, x, ctx)[0, 0].item())
+
+        thread = threading.Thread(target=call)
+        if dist.get_rank():
+            time.sleep(0.4)
+        thread.start()
+        if dist.get_rank():
+            thread.join()
+        else:
+            time.sleep(0.2)
+        fluxlike.finalize() if ctx is None else ctx.close()
+        thread.join()
+    return said
+
+
+def test_what_ends_while_another_thread_is_in_a_call():
+    for outcome in fresh(ends_beside, 2, LIMIT):
+        assert outcome.ok and outcome.value == [16, 16], str(outcome)
+
+
 class OfTwo(RuntimeError):
     """Of which a copy cannot be made by its args."""
 

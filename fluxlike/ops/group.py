@@ -405,14 +405,20 @@ class GroupContext(Held):
     def close(self) -> None:
         """Give the memory back; collective over the group, and harmless when called again.
 
-        Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
-        the missing rank may still write to) and goes on. In a forked child it does nothing: the memory is the parent's.
+        Waits until every rank is done with its calls, those of other threads, too. If one does not come, this rank keeps the
+        memory (nobody may use what the missing rank may still write to) and goes on. In a forked child it does nothing: the
+        memory is the parent's.
 
         Raises, when all is done: CallMismatch if this rank learns only here that the ranks are out of step; what a call of this
         context came to, as PeerTimeout, if no call has raised it.
         """
-        if self.closed or self.world.is_forked:
+        if self.world.is_forked:
             return
+        with self.control.lock:  # a thread may be in a call
+            if not self.closed:
+                self._close()
+
+    def _close(self) -> None:
         self.world.executor.synchronize()
         together = [context for context in (self, *self.inner) if not context.closed]
         unseen = self.unseen_failure()

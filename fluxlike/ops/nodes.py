@@ -284,8 +284,13 @@ class NodesContext(Held):
 
     def close(self) -> None:
         """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
-        if self.closed or self.world.is_forked:
+        if self.world.is_forked:
             return
+        with self.control.lock:  # as there
+            if not self.closed:
+                self._close()
+
+    def _close(self) -> None:
         self.closed = True
         if self in self.world.contexts:
             self.world.contexts.remove(self)

@@ -206,6 +206,12 @@ class World:
         """The ranks of a group as indices of those that have the heap together."""
         return [self.sharing.ranks.index(rank) for rank in control.ranks]
 
+    def let_calls_end(self) -> None:
+        """Those that other threads are in: they look for this world, and for what it has, until they are done."""
+        for control in tuple(self._controls.values()):
+            with control.lock:
+                pass
+
     def close(self) -> None:
         """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang.
 
@@ -393,7 +399,7 @@ def finalize() -> None:
     global _world
     if _world is not None and _world.is_forked:
         return
-    world, _world = _world, None
+    world = _world
     if world is None:
         return
     error = sys.exc_info()[1]
@@ -403,6 +409,10 @@ def finalize() -> None:
             "rank %d: %s: %s; before this rank goes on, fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others",
             world.control.ranks[world.rank], type(error).__name__, error, world.control.patience(),
         )  # fmt: skip
+    world.let_calls_end()
+    if _world is not world:  # another thread has ended it meanwhile
+        return
+    _world = None
     try:
         world.close()
     finally:
