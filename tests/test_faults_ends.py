@@ -1,6 +1,7 @@
 """finalize when something is wrong: everything is ended all the same, and nobody waits for longer than is said."""
 
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -9,6 +10,7 @@ import threading
 import time
 import traceback
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +106,30 @@ def test_groups_that_torch_has_made_anew(tmp_path):
         said, took, y = outcome.value
         assert "was made after groups that fluxlike knows had ended; call fluxlike.finalize()" in said and took < 1, said
         assert y == [101.0 if outcome.rank % 2 == 0 else 1010.0] * 8
+
+
+def uses_ended(group):
+    """What is said of groups that torch has ended: never used, beside a context, of a layer, and given to init."""
+    start()
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
+    layer = fluxlike.nn.RowParallelLinear(8, 8, group=groups[1])
+    for one in groups:
+        dist.destroy_process_group(one)
+    x = torch.ones(8, 8)
+    acts = [lambda: fluxlike.all_reduce(x, groups[0]), lambda: fluxlike.gemm_rs(x, x, ctx, group=groups[0])]
+    acts += [partial(copy.deepcopy, layer)]
+    said = [told(act, Exception)[0] for act in acts]
+    works(group)
+    fluxlike.finalize()
+    return [*said, told(partial(fluxlike.init, groups[1], "shm"), Exception)[0]]
+
+
+def test_groups_that_have_ended():
+    for outcome in fresh(uses_ended, 2, LIMIT):
+        assert outcome.ok, str(outcome)
+        for said in outcome.value:
+            assert said.startswith("RuntimeError: the torch group '") and "has ended, by torch.distributed" in said, outcome.value
 
 
 def waits(group):

@@ -167,7 +167,7 @@ class InGroup(nn.Module):
     group: dist.ProcessGroup
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"group": (self.group.group_name, dist.get_process_group_ranks(self.group))}
+        return vars(self) | {"group": (self.group.group_name, world.ranks_of(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """ValueError if the group of that name, which torch counts up, is not of the same ranks here."""
