@@ -1,5 +1,6 @@
 """How the ranks of a group connect, and what they agree on before they have anything in common."""
 
+import concurrent.futures
 import ctypes
 import logging
 import os
@@ -68,6 +69,39 @@ def test_connections_that_are_made_when_they_are_used():
     for _ in range(2):
         for outcome in run_fresh(connects_late, 3, {"TORCH_GLOO_LAZY_INIT": "1", "FLUXLIKE_TIMEOUT_S": "5"}):
             assert outcome.ok, str(outcome)
+
+
+def connects_crosswise(group):
+    """Threads of each rank connect two groups, and each rank is inside another one first; its store serves one thread at a time."""
+    rank = dist.get_rank()
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False) if rank == 0 else None
+    port = [getattr(store, "port", None)]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    store = store or dist.TCPStore("127.0.0.1", port[0], 2, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    init()
+    attempt = control.ControlGroup._attempt
+
+    def late(self, store):
+        number = attempt(self, store)
+        time.sleep(0.3 * (self.key == str(1 + rank)))
+        return number
+
+    control.ControlGroup._attempt = late
+    since = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(adds, groups))
+    seconds = time.monotonic() - since
+    fluxlike.finalize()
+    return seconds
+
+
+def test_threads_that_connect_groups_in_another_order():
+    for outcome in run_fresh(connects_crosswise, 2, {"FLUXLIKE_TIMEOUT_S": "3"}):
+        assert outcome.ok, str(outcome)
+        assert outcome.value < 3, outcome.value
 
 
 def begins_anew(group):

@@ -1,10 +1,16 @@
 """finalize when something is wrong: everything is ended all the same, and nobody waits for longer than is said."""
 
+import contextlib
+import copy
 import gc
 import logging
 import os
+import pickle
 import threading
 import time
+import traceback
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from faults import fresh, held, make_context, nothing_left_behind, start, told, 
 import fluxlike
 from fluxlike.runtime import world
 from fluxlike.runtime.control import ControlGroup
+from fluxlike.runtime.errors import heard, is_heard, untraced
 
 #: Of a meeting 3 s.
 LIMIT = {"FLUXLIKE_TIMEOUT_S": "1"}
@@ -101,6 +108,30 @@ def test_groups_that_torch_has_made_anew(tmp_path):
         assert y == [101.0 if outcome.rank % 2 == 0 else 1010.0] * 8
 
 
+def uses_ended(group):
+    """What is said of groups that torch has ended: never used, beside a context, of a layer, and given to init."""
+    start()
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
+    layer = fluxlike.nn.RowParallelLinear(8, 8, group=groups[1])
+    for one in groups:
+        dist.destroy_process_group(one)
+    x = torch.ones(8, 8)
+    acts = [lambda: fluxlike.all_reduce(x, groups[0]), lambda: fluxlike.gemm_rs(x, x, ctx, group=groups[0])]
+    acts += [partial(copy.deepcopy, layer)]
+    said = [told(act, Exception)[0] for act in acts]
+    works(group)
+    fluxlike.finalize()
+    return [*said, told(partial(fluxlike.init, groups[1], "shm"), Exception)[0]]
+
+
+def test_groups_that_have_ended():
+    for outcome in fresh(uses_ended, 2, LIMIT):
+        assert outcome.ok, str(outcome)
+        for said in outcome.value:
+            assert said.startswith("RuntimeError: the torch group '") and "has ended, by torch.distributed" in said, outcome.value
+
+
 def waits(group):
     """Rank 1 is busy elsewhere when rank 0 ends fluxlike, with contexts of four groups open."""
     start()
@@ -164,3 +195,101 @@ def test_a_making_that_ends_leaves_no_thread(how):
             continue
         assert outcome.ok, str(outcome)
         assert outcome.value == ("PeerTimeout" if how == "dies" else "KeyboardInterrupt", 0, 0), outcome.value
+
+
+def ends_beside(group):
+    """Rank 0 closes a context, then ends fluxlike, while another thread of it waits in a call for rank 1, which comes later."""
+    start()
+    x, said = torch.ones(8, 8), []
+    fluxlike.gemm_rs(x, x)
+    for ctx in (fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype), None):
+
+        def call(ctx=ctx):
+            said.append(fluxlike.gemm_rs(x, x, ctx)[0, 0].item())
+
+        thread = threading.Thread(target=call)
+        if dist.get_rank():
+            time.sleep(0.4)
+        thread.start()
+        if dist.get_rank():
+            thread.join()
+        else:
+            time.sleep(0.2)
+        fluxlike.finalize() if ctx is None else ctx.close()
+        thread.join()
+    return said
+
+
+def test_what_ends_while_another_thread_is_in_a_call():
+    for outcome in fresh(ends_beside, 2, LIMIT):
+        assert outcome.ok and outcome.value == [16, 16], str(outcome)
+
+
+class OfTwo(RuntimeError):
+    """Of which a copy cannot be made by its args."""
+
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+        self.two = two
+
+
+def raised(error, cause=None):
+    """``error`` as it is behind its raising."""
+    try:
+        raise error from cause
+    except type(error) as same:
+        return same
+
+
+def test_a_copy_of_an_error_that_has_not_been_raised():
+    errors = fluxlike.PeerTimeout("late", told=2), fluxlike.CallMismatch("another"), OfTwo("this", "that"), OSError(2, "none")
+    for error in errors:
+        error.add_note("a note")
+        heard(error, "a group")
+        raised(error, raised(KeyError("why"), raised(ValueError("first"))))
+        made = untraced(error)
+        assert type(made) is type(error) and made.args == error.args and str(made) == str(error)
+        assert vars(made) == vars(error) and is_heard(made, "a group")
+        causes = made.__cause__, made.__cause__.__cause__
+        assert [type(cause) for cause in causes] == [KeyError, ValueError] and causes[1].__cause__ is None
+        assert not any(each.__traceback__ for each in (made, *causes)) and error.__traceback__ is not None
+        made.add_note("of the copy")
+        heard(made, "another group")
+        assert error.__notes__ == ["a note"] and not is_heard(error, "another group")
+    late = pickle.loads(pickle.dumps(untraced(fluxlike.PeerTimeout("late", told=2))))
+    assert (late.args, late.told) == (("late",), 2)
+    own = ValueError("its own cause")
+    assert untraced(raised(own, own)).__cause__ is None
+
+
+def keeps(group, how):
+    """Tensors of callers that are still there behind calls that fail, and the lengths of the tracebacks of two of these."""
+    start()
+    ctx = None if how == "kept" else fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
+    fluxlike.all_reduce(torch.ones(8, 8))
+    there, lengths = [], []
+
+    def attempt(rows):
+        x = torch.ones(rows, 8)
+        there.append(weakref.ref(x))
+        fluxlike.all_reduce(x) if ctx is None else fluxlike.gemm_rs(x, torch.ones(8, 8), ctx)
+
+    for rows in (8 - 2 * dist.get_rank(), 8, 8, 8):
+        try:
+            attempt(rows)
+        except fluxlike.CallMismatch as error:
+            lengths.append(len(traceback.extract_tb(error.__traceback__)))
+    gc.collect()
+    left = sum(each() is not None for each in there)
+    dist.barrier()
+    with contextlib.suppress(fluxlike.PeerTimeout):
+        fluxlike.finalize()
+    return left, lengths
+
+
+def test_what_callers_had_goes_behind_calls_that_fail():
+    for how in ("kept", "context"):
+        for outcome in fresh(keeps, 2, LIMIT, how=how):
+            assert outcome.ok, str(outcome)
+            left, lengths = outcome.value
+            assert left == 0 and len(lengths) == 4 and lengths[1] == lengths[3], outcome.value

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from cases import TRANSPORTS
 from faults import OPS, call, make_context, told, works
 from interp import interrupt_when
-from ranks import device, run_fresh, run_ranks
+from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops.spinning import _waits as waits
-from fluxlike.runtime import calls, world
+from fluxlike.runtime import calls, programs, world
 
 SOON_S = 30.0
 
@@ -276,6 +276,36 @@ def catches(group):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's host waits for a kernel in CUDA, where Python cannot interrupt it")
 def test_a_caught_interrupt():
     run_ranks(catches, 2)
+
+
+def handles_signals(group):
+    """A signal comes within the kernel of a call, and its handler makes another, which is refused; the ranks stay in step."""
+    x, said, grid = torch.ones(64), [], programs.run_grid
+    fluxlike.all_reduce(x, group)
+
+    def handler(number, frame):
+        said.append(told(lambda: fluxlike.all_reduce(x, group), RuntimeError)[0])
+
+    def ringing(*args):
+        signal.raise_signal(signal.SIGUSR1)
+        grid(*args)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    programs.run_grid = ringing if dist.get_rank(group) == 0 else grid
+    try:
+        for _ in range(3):
+            assert torch.equal(fluxlike.all_reduce(x, group), torch.full_like(x, 2.0))
+    finally:
+        programs.run_grid = grid
+        signal.signal(signal.SIGUSR1, before)
+    assert len(said) == 3 * (dist.get_rank(group) == 0)
+    assert all("all_reduce was called from inside a kernel" in each and "handler of a signal" in each for each in said), said
+    works(group)
+
+
+@pytest.mark.skipif(TORCHRUN, reason="of kernels that are interpreted")
+def test_the_handler_of_a_signal():
+    run_ranks(handles_signals, 2)
 
 
 def nobody_s_context(group):

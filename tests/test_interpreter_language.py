@@ -3,15 +3,20 @@
 import functools
 import multiprocessing
 import operator
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from interp import bits, compile_ptx
+from interp import bits, compile_ptx, pause
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fluxlike.runtime import interpreter, programs
 from fluxlike.runtime.interpreter import run
 
 # 1 arithmetic
@@ -409,3 +414,92 @@ def test_a_range_over_a_tensor_counts():
     run(kernel, 1, out, torch.tensor([5], dtype=torch.int32))
     assert out.item() == 10
     assert np.array([3]).item() == 3
+
+
+# 5 forked children, and handlers of signals
+
+
+@triton.jit
+def until_kernel(begun, flag):
+    tl.atomic_add(begun, 1)
+    while tl.atomic_add(flag, 0) == 0:
+        pause()
+
+
+def counts(load) -> bool:
+    """Whether triton.language is as it was, and kernels run."""
+    words = torch.zeros(16, dtype=torch.int64)
+    unchanged = tl.load is load
+    run(count_kernel, 1, words, 0, 1)
+    return unchanged and tl.load is load and words[0].item() == 1
+
+
+def test_a_child_forked_while_another_thread_is_in_a_kernel():
+    load, begun, flag = tl.load, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    thread = threading.Thread(target=run, args=(until_kernel, 1, begun, flag))
+    thread.start()
+    while not begun.item():
+        time.sleep(0.001)
+    with interpreter._patch_lock:  # as another thread may hold it
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)
+            os._exit(0 if counts(load) else 1)
+    flag += 1
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert counts(load)
+
+
+def ring(_semantic=None):
+    signal.raise_signal(signal.SIGUSR1)
+
+
+ring.__triton_builtin__ = True
+
+
+@triton.jit
+def ringing_kernel(words):
+    tl.atomic_add(words, 1)
+    ring()
+    tl.atomic_add(words, tl.load(words))
+
+
+class RingingLock:
+    """A signal comes while this thread has it."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __enter__(self):
+        self.lock.acquire()
+        ring()
+
+    def __exit__(self, *error):
+        self.lock.release()
+
+
+@pytest.mark.parametrize("where", ["kernel", "grid", "lock"])
+def test_a_handler_of_a_signal_that_runs_a_kernel(where, monkeypatch):
+    """It is refused, wherever the signal comes, and what it has interrupted goes on."""
+    said = []
+
+    def handler(number, frame):
+        with pytest.raises(RuntimeError, match=r"run\(\) was called from inside a kernel .* the call behind the one") as caught:
+            run(count_kernel, 1, torch.zeros(16, dtype=torch.int64), 0, 1)
+        said.append(caught.value)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        load, words, grid = tl.load, torch.zeros(1, dtype=torch.int64), programs.run_grid
+        if where == "grid":
+            monkeypatch.setattr(programs, "run_grid", lambda *args: (ring(), grid(*args)))
+        if where == "lock":
+            monkeypatch.setattr(interpreter, "_patch_lock", RingingLock())
+        run(ringing_kernel, 1, words)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    monkeypatch.undo()
+    assert len(said) == {"kernel": 1, "grid": 2, "lock": 3}[where]
+    assert words.item() == 2 and counts(load)

@@ -168,7 +168,7 @@ class InGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # without what `compile` has made of it, which has this one's parameters
-        return state | {"group": (self.group.group_name, dist.get_process_group_ranks(self.group))}
+        return state | {"group": (self.group.group_name, world.ranks_of(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """ValueError if the group of that name, which torch counts up, is not of the same ranks here."""

@@ -15,7 +15,7 @@ from ..kernels import sync
 from ..runtime import env, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, PeerTimeout, RaceError, heard
+from ..runtime.errors import CallMismatch, PeerTimeout, RaceError, heard, untraced
 from . import again, spinning
 from .making import Held, taking
 
@@ -92,6 +92,7 @@ class GroupContext(Held):
         self.captured = False
         #: Contexts that are of this one, and end with it.
         self.inner: list[GroupContext] = []
+        #: What has failed, never raised itself; see `errors.untraced`.
         self._error: Exception | None = None
         self._seen = False
         self._stream: Any = None
@@ -274,8 +275,9 @@ class GroupContext(Held):
             raise RuntimeError(f"{self.op}: this context is closed; make a new one with {self.maker}")
         for context in (self, *self.inner):
             context._seen = True
-        heard(self._error, self.control.name)  # type: ignore[arg-type]  # who was to be told has been, when it happened
-        raise self._error  # type: ignore[misc]
+        assert self._error is not None
+        heard(self._error, self.control.name)  # who was to be told has been, when it happened
+        raise untraced(self._error)
 
     def failure(self) -> Exception | None:
         """The error of a call of this context, if one is known by now and whether or not it was raised."""
@@ -315,7 +317,7 @@ class GroupContext(Held):
         if self._error is not None:
             return
         if isinstance(error, (PeerTimeout, CallMismatch, RaceError)):
-            self._error = error
+            self._error = untraced(error)
             return
         self._error = RuntimeError(
             f"{self.op}: an earlier call of this context was ended by {type(error).__name__} ({error}). {self.remedy}"
@@ -392,8 +394,9 @@ class GroupContext(Held):
 
     def unseen_failure(self) -> Exception | None:
         """A failure that no call has raised, which whoever closes the context raises now; after the device is done."""
-        unseen = None if self._seen else self.failure()
-        self._seen = self._seen or unseen is not None
+        failure = None if self._seen else self.failure()
+        self._seen = self._seen or failure is not None
+        unseen = None if failure is None else untraced(failure)
         for context in self.inner:
             found = None if context.closed else context.unseen_failure()
             unseen = unseen or found
@@ -402,14 +405,20 @@ class GroupContext(Held):
     def close(self) -> None:
         """Give the memory back; collective over the group, and harmless when called again.
 
-        Waits until every rank is done with its calls. If one does not come, this rank keeps the memory (nobody may use what
-        the missing rank may still write to) and goes on. In a forked child it does nothing: the memory is the parent's.
+        Waits until every rank is done with its calls, those of other threads, too. If one does not come, this rank keeps the
+        memory (nobody may use what the missing rank may still write to) and goes on. In a forked child it does nothing: the
+        memory is the parent's.
 
         Raises, when all is done: CallMismatch if this rank learns only here that the ranks are out of step; what a call of this
         context came to, as PeerTimeout, if no call has raised it.
         """
-        if self.closed or self.world.is_forked:
+        if self.world.is_forked:
             return
+        with self.control.lock:  # a thread may be in a call
+            if not self.closed:
+                self._close()
+
+    def _close(self) -> None:
         self.world.executor.synchronize()
         together = [context for context in (self, *self.inner) if not context.closed]
         unseen = self.unseen_failure()

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, PeerTimeout
+from ..runtime.errors import CallMismatch, PeerTimeout, untraced
 
 #: For who calls ag_gemm or all_gather with a shard of other rows than another rank's.
 M_UNSAID = "without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
@@ -53,7 +53,7 @@ def in_step(control: ControlGroup) -> None:
     """
     if control.board is not None and control.board.apart is not None:
         control.catch_up()
-        raise control.board.apart
+        raise untraced(control.board.apart)
 
 
 def kept(

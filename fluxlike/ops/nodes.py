@@ -43,7 +43,7 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import heard
+from ..runtime.errors import heard, untraced
 from . import again, choice, cost, keeping, validate
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
@@ -226,7 +226,7 @@ class NodesContext(Held):
         heard(error, self.control.name)
         if self._error is None:
             ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}. {self.remedy}")
-            self._error, self._seen = error if isinstance(error, Exception) else ended, True
+            self._error, self._seen = untraced(error) if isinstance(error, Exception) else ended, True
             for context in (self.inner, *self.inner.inner):  # the latter of schedule "sequential"
                 context.stop(self._error)
             self.inner.unseen_failure()  # what this node has found is not raised beside it
@@ -244,9 +244,11 @@ class NodesContext(Held):
         if self._error is not None:
             self._seen = True
             heard(self._error, self.control.name)  # who was to be told has been, when it happened
-            raise self._error
+            raise untraced(self._error)
+        cause = self._cause()
+        assert cause is not None
         try:
-            raise self._cause()  # type: ignore[misc]
+            raise untraced(cause)
         except BaseException as error:
             self.broken(error)
             raise
@@ -275,15 +277,20 @@ class NodesContext(Held):
         return usable and all(getattr(self, name) >= size for name, size in sizes.items())
 
     def unseen_failure(self) -> Exception | None:
-        unseen = None if self._seen else self._error or self._cause()
-        self._seen = self._seen or unseen is not None
+        failure = None if self._seen else self._error or self._cause()
+        self._seen = self._seen or failure is not None
         self.inner.unseen_failure()  # is raised here, if at all
-        return unseen
+        return None if failure is None else untraced(failure)
 
     def close(self) -> None:
         """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
-        if self.closed or self.world.is_forked:
+        if self.world.is_forked:
             return
+        with self.control.lock:  # as there
+            if not self.closed:
+                self._close()
+
+    def _close(self) -> None:
         self.closed = True
         if self in self.world.contexts:
             self.world.contexts.remove(self)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime import programs
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, heard, is_heard
 from . import validate
@@ -33,7 +34,7 @@ class Refusing:
         self._op, self._control = op, control
 
     def __enter__(self) -> None:
-        pass
+        programs.refuse_inside(self._op)  # before there is anything to tell
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None or is_heard(error, self._control.name) or self._control.is_forked:

@@ -258,10 +258,10 @@ def same_group(op: str, ctx: Any, group: Any) -> None:
     if group is None:
         return
     world.check_group(group)
-    if dist.get_process_group_ranks(group) != ctx.group_ranks:
+    ranks = world.ranks_of(group)
+    if ranks != ctx.group_ranks:
         raise ValueError(
-            f"{op}: group has ranks {dist.get_process_group_ranks(group)} and the context {ctx.group_ranks}; pass one of them, or "
-            "a context of that group"
+            f"{op}: group has ranks {ranks} and the context {ctx.group_ranks}; pass one of them, or a context of that group"
         )
 
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from . import shm
 from .control import ControlGroup
-from .errors import CallMismatch, heard
+from .errors import CallMismatch, heard, untraced
 
 CALL, MEETING = 0, 1
 #: Entries of a ring. A GPU's host may be as many launches ahead of another's as the driver queues, about a thousand.
@@ -204,9 +204,9 @@ class CallBoard:
         )
         heard(error, self._name)
         self.freeze()
-        self.apart = error
+        self.apart = untraced(error)
         for member in list(self.members):
-            member.stop(error)
+            member.stop(self.apart)
         return error
 
     def freeze(self) -> None:

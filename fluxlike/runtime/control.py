@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from . import env, wire
 from .errors import CallMismatch, PeerTimeout, heard
+from .store import PollingStore
 
 if TYPE_CHECKING:
     from .calls import CallBoard
@@ -158,6 +159,7 @@ class ControlGroup:
         #: Whether a rank did not come when this one wanted to leave, and the seconds that it waits for one from now on, at most.
         self.missed, self.longest = False, math.inf
         self._devices: Devices | None = None
+        self._store: PollingStore | None = None  # kept, as gloo may connect as late as it sends, and keeps no part in Python
         self._gloo: Any = self._connect()
         keep_in_children(self)
         keep_in_children(self._gloo)
@@ -170,9 +172,10 @@ class ControlGroup:
         try:
             numbered = dist.PrefixStore(str(self._attempt(store)), store)  # type: ignore[attr-defined]
             since = time.monotonic()
+            self._store = PollingStore(numbered, self.patience())
             self._devices = devices()
             how = self._devices.options(timedelta(seconds=self.patience()))
-            gloo: Any = dist.ProcessGroupGloo(numbered, self.rank, self.size, how)
+            gloo: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, how)
             gloo.barrier().wait()  # with TORCH_GLOO_LAZY_INIT it has not met anybody, who may still look at this rank's number
             return gloo
         except PeerTimeout:
@@ -398,7 +401,7 @@ class ControlGroup:
         Gloo's threads must not be left to the end of the interpreter, which some do not survive: one may end it
         with SIGABRT.
         """
-        self._gloo = self._begun = self._left = self.group = self._devices = None
+        self._gloo = self._begun = self._left = self.group = self._devices = self._store = None
 
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""

@@ -12,6 +12,7 @@ import torch
 
 from . import env, interpreter, shm
 from .control import ControlGroup
+from .errors import untraced
 from .heap import Segment
 from .launches import Lanes, Launch
 
@@ -59,7 +60,7 @@ class CpuCopyEngine:
     def raise_cause(self) -> None:
         """Raise what ended a job, if it is one of fluxlike's own errors: it is the cause of whatever else went wrong."""
         if self._error is not None and getattr(type(self._error), "fluxlike_passthrough", False):
-            raise self._error
+            raise untraced(self._error)
 
     def cancel(self) -> None:
         """Give up what is queued: the kernel that would satisfy its waits has failed."""

@@ -1,6 +1,39 @@
 """The errors of the library. What the caller did wrong is a ValueError, what the machine lacks a RuntimeError."""
 
+import copy
+from typing import TypeVar
+
 _HEARD = "heard_by"
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def untraced(error: _Error) -> _Error:
+    """A copy of ``error``, and of its causes, that has not been raised: to be kept, and of what is kept to be raised.
+
+    A traceback has the frames that the error has passed, and they what their callers worked with; each time that the same one is
+    raised it gets longer.
+    """
+    first = _copied(error)
+    made: BaseException = first
+    cause, seen = error.__cause__, {id(error)}
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        made.__cause__ = made = _copied(cause)
+        cause = cause.__cause__
+    return first
+
+
+def _copied(error: _Error) -> _Error:
+    try:
+        made = copy.copy(error)
+    except Exception:  # its class is made of something else than its args
+        made = type(error).__new__(type(error), *error.args)
+        made.__dict__.update(error.__dict__)
+    made.args, made.__suppress_context__ = error.args, error.__suppress_context__
+    for name, value in error.__dict__.items():  # of which each has its own: notes, and who has heard of it
+        if isinstance(value, list | set):
+            made.__dict__[name] = copy.copy(value)
+    return made
 
 
 def heard(error: BaseException, group: str) -> None:

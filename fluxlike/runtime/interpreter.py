@@ -27,6 +27,7 @@ import contextlib
 import functools
 import inspect
 import math
+import os
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -420,6 +421,18 @@ def _patched() -> Iterator[None]:
                 _restore(_saved)
 
 
+def _alone_in_child() -> None:
+    """In a forked child the other threads are not there, which would end what they began; one may have held the lock."""
+    global _patch_lock
+    _patch_lock = threading.Lock()
+    _inside.intersection_update({threading.get_ident()})
+    if not _inside:
+        _restore(_saved)
+
+
+os.register_at_fork(after_in_child=_alone_in_child)
+
+
 # the call
 
 
@@ -477,8 +490,7 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
             f"run() takes a @triton.jit function, not {type(kernel).__name__}; of one with @triton.autotune or @triton.heuristics "
             "pass kernel.fn, and the values that they would choose"
         )
-    if programs.current() is not None:
-        raise RuntimeError("run() was called from inside a kernel that is being interpreted")
+    programs.refuse_inside("run()")
     dims = tuple(int(extent) for extent in (grid if isinstance(grid, tuple | list) else (grid,)))
     if not 1 <= len(dims) <= 3:
         raise ValueError(f"a grid has one to three dimensions, got {dims}")
@@ -489,7 +501,11 @@ def run(kernel: Any, grid: int | tuple[int, ...], /, *args: Any, **kwargs: Any) 
     bound.apply_defaults()
     if x * y * z <= 0:
         return
-    with _patched():
-        values = {k: plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
-        body = functools.partial(_interpreted(fn), **values)
-        programs.run_grid(fn.__name__, body, (x, y, z))
+    programs._local.inside = True
+    try:
+        with _patched():
+            values = {k: plain(v) if k in constants else _convert(v) for k, v in bound.arguments.items()}
+            body = functools.partial(_interpreted(fn), **values)
+            programs.run_grid(fn.__name__, body, (x, y, z))
+    finally:
+        programs._local.inside = False

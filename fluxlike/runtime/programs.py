@@ -30,7 +30,13 @@ observer: Any = None
 longest_nap = 1e-3
 _NAP_LATE = 20e-3  # of who has
 
-_local = threading.local()  # .program: the program that this thread interprets; memory operations look here.
+
+class _Local(threading.local):
+    program: Any = None  # that this thread interprets; memory operations look here
+    inside = False  # `interpreter.run`, from its first to its last change
+
+
+_local = _Local()
 
 
 @dataclass(frozen=True)
@@ -274,12 +280,21 @@ def yield_program() -> bool:
 
 def current() -> Program | None:
     """The program that this thread interprets, if it does."""
-    return getattr(_local, "program", None)
+    return _local.program  # type: ignore[no-any-return]
 
 
 def running() -> Program:
     """The program that this thread interprets; only called while it does."""
-    return _local.program
+    return _local.program  # type: ignore[no-any-return]
+
+
+def refuse_inside(what: str) -> None:
+    """RuntimeError where this thread is inside a kernel, whose place another cannot take: a signal came, and its handler calls."""
+    if _local.inside or _local.program is not None:
+        raise RuntimeError(
+            f"{what} was called from inside a kernel that is being interpreted, as by the handler of a signal, which may come at "
+            "any time; let the handler note that it came, and make the call behind the one that it interrupts"
+        )
 
 
 def run_grid(name: str, body: Callable[[], Any], dims: tuple[int, int, int]) -> None:

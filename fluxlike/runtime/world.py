@@ -42,6 +42,17 @@ def check_group(group: Any) -> None:
     raise ValueError(f"group={group!r} is a {type(group).__name__}, it must be a torch process group; {remedy}")
 
 
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a torch group, which torch says with a bare KeyError that it has not."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        raise RuntimeError(
+            f"the torch group {group.group_name!r} has ended, by torch.distributed.destroy_process_group; pass one that is there, "
+            "and end groups behind their last calls"
+        ) from None
+
+
 class Closable(Protocol):
     control: ControlGroup
 
@@ -61,7 +72,7 @@ class World:
         self.owns_torch = owns_torch
         self._process = os.getpid()
         self._connecting: dict[str, threading.Lock] = {}
-        self.control = ControlGroup(dist.get_process_group_ranks(group), group.group_name, group, key_of(group))
+        self.control = ControlGroup(ranks_of(group), group.group_name, group, key_of(group))
         self.rank, self.size = self.control.rank, self.control.size
         self.contexts: list[Closable] = []
         self.cached: dict[Any, Any] = {}
@@ -163,7 +174,7 @@ class World:
     def control_of(self, group: dist.ProcessGroup | None) -> ControlGroup:
         """The control group of a torch group; the first call for a group is collective over it.
 
-        ValueError for what is no group, RuntimeError for one that torch has made since in place of another.
+        ValueError for what is no group, RuntimeError for one that has ended, or that torch has made since in place of another.
         """
         if group is None or group is self.control.group:
             return self.control
@@ -173,7 +184,7 @@ class World:
         if known is None:
             if self.group not in dist.distributed_c10d._world.pg_map:
                 raise self._made_since(group)
-            ranks = dist.get_process_group_ranks(group)
+            ranks = ranks_of(group)
             outside = [rank for rank in ranks if rank not in self.control.ranks]
             if outside:
                 raise ValueError(f"ranks {outside} of the group are outside the group given to fluxlike.init; init with all ranks")
@@ -189,7 +200,7 @@ class World:
 
     def _made_since(self, group: dist.ProcessGroup) -> RuntimeError:
         return RuntimeError(
-            f"the torch group {group.group_name!r} of ranks {dist.get_process_group_ranks(group)} was made after groups that "
+            f"the torch group {group.group_name!r} of ranks {ranks_of(group)} was made after groups that "
             "fluxlike knows had ended; call fluxlike.finalize() before torch.distributed.destroy_process_group(), and "
             "fluxlike.init() when the new groups are there"
         )
@@ -205,6 +216,12 @@ class World:
     def indices(self, control: ControlGroup) -> list[int]:
         """The ranks of a group as indices of those that have the heap together."""
         return [self.sharing.ranks.index(rank) for rank in control.ranks]
+
+    def let_calls_end(self) -> None:
+        """Those that other threads are in: they look for this world, and for what it has, until they are done."""
+        for control in tuple(self._controls.values()):
+            with control.lock:
+                pass
 
     def close(self) -> None:
         """End the contexts, then the heap if every rank is still there; a dead rank must not make the others hang.
@@ -393,7 +410,7 @@ def finalize() -> None:
     global _world
     if _world is not None and _world.is_forked:
         return
-    world, _world = _world, None
+    world = _world
     if world is None:
         return
     error = sys.exc_info()[1]
@@ -403,6 +420,10 @@ def finalize() -> None:
             "rank %d: %s: %s; before this rank goes on, fluxlike.finalize waits up to %g s (FLUXLIKE_TIMEOUT_S) for the others",
             world.control.ranks[world.rank], type(error).__name__, error, world.control.patience(),
         )  # fmt: skip
+    world.let_calls_end()
+    if _world is not world:  # another thread has ended it meanwhile
+        return
+    _world = None
     try:
         world.close()
     finally:
