@@ -7,7 +7,8 @@ Protocol
   normal random numbers of full scale: zeros or small integers draw less power, and the clocks would flatter everyone.
 * Right before fast. On up to 256 rows × 512 columns, the same on every rank, the last of three calls in a row is compared with
   an fp64 product of the same operands, summed over the ranks. The root mean square of the deviation may be 1.5 × that of torch's
-  own path (or of one rounding of the result, if torch happens to be better); after the timing one more call is compared. A
+  own path (or of one rounding of the result, if torch happens to be better; of fewer than 64 values, what is usual of torch's,
+  and not what it happens to be); after the timing one more call is compared. A
   method that fails on any rank is WRONG, is not timed, and makes the exit status 1.
 * Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.

@@ -30,7 +30,7 @@ LANES, FEW, TILE = 32, 64, 256
 
 def gloo(x: torch.Tensor, group: dist.ProcessGroup) -> Found:
     """``group``: of gloo."""
-    host = x.coalesce().cpu()
+    host = x.coalesce().to("cpu", copy=True)  # of one entry coalesce() makes no new values, and these are summed in place
     dist.all_reduce(host, group=group)
     total = host.coalesce().to(x.device)
     return total.indices()[0], total.values()
