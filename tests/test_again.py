@@ -8,6 +8,7 @@ import torch.distributed as dist
 from cases import AGCase, RSCase, same
 from ranks import device, rows_slice, run_ranks
 from test_calls import kept_context
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import fluxlike
@@ -53,6 +54,40 @@ def inputs(group, biased=False):
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rs, ag = RSCase(M, N, [K // size] * size, BF16, 1, bias=biased), AGCase(M, [N // size] * size, K, BF16, 2, bias=biased)
     return rs, rs.inputs(rank), rs.expected(rank), ag, ag.inputs(rank), ag.whole()[1][rank]
+
+
+def faked(group):
+    """Calls on real tensors under a FakeTensorMode, made before or not: what they make has no memory, so they are refused."""
+    x = torch.ones(8, 8, device=device())
+    ids = torch.tensor([[1, 2]], device=device())
+    acts = {
+        "all_reduce": lambda: fluxlike.all_reduce(x, group),
+        "all_reduce of a list": lambda: fluxlike.all_reduce([x, x], group),
+        "gemm_rs": lambda: fluxlike.gemm_rs(x, x, group=group),
+        "ag_gemm": lambda: fluxlike.ag_gemm(x, x, group=group),
+        "gemm_ar": lambda: fluxlike.gemm_ar(x, x, group=group),
+        "broadcast": lambda: fluxlike.broadcast(x, 0, group),
+        "reduce_scatter": lambda: fluxlike.reduce_scatter(x, group),
+        "sparse_all_reduce": lambda: fluxlike.sparse_all_reduce(torch.sparse_coo_tensor(ids, x[:2], (8, 8)), group=group),
+    }
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for turn in range(2):
+        for name, act in acts.items():
+            with mode, pytest.raises(ValueError, match=f"{name.split()[0]}: .*FakeTensorMode"):
+                act()
+            if turn == 0:
+                first, second = act(), act()
+                assert type(first) is type(second)
+    with mode:
+        ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=x.dtype, group=group)
+    assert torch.equal(fluxlike.gemm_rs(x, x, ctx), torch.full((4, 8), 16.0, device=x.device))
+    with mode:
+        ctx.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the host alone")
+def test_calls_under_a_fake_mode():
+    run_ranks(faked, 2)
 
 
 def every_schedule(group):

@@ -20,6 +20,7 @@ from faults import fresh, held, make_context, nothing_left_behind, start, told, 
 import fluxlike
 from fluxlike.runtime import world
 from fluxlike.runtime.control import ControlGroup
+from fluxlike.runtime.cpu import CpuCopyEngine
 from fluxlike.runtime.errors import heard, is_heard, untraced
 
 #: Of a meeting 3 s.
@@ -223,6 +224,25 @@ def ends_beside(group):
 def test_what_ends_while_another_thread_is_in_a_call():
     for outcome in fresh(ends_beside, 2, LIMIT):
         assert outcome.ok and outcome.value == [16, 16], str(outcome)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU heap's copy engine")
+def test_an_interrupt_while_a_copy_engine_is_made(monkeypatch):
+    """Ctrl-C behind the beginning of its thread, which nobody has then to end it."""
+    start_thread = threading.Thread.start
+
+    def interrupted(thread):
+        start_thread(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            CpuCopyEngine()
+    deadline = time.monotonic() + 5
+    while engines():
+        assert time.monotonic() < deadline, "the thread is still there"
+        time.sleep(0.01)
 
 
 class OfTwo(RuntimeError):

@@ -17,7 +17,7 @@ from ranks import device, run_ranks
 
 from fluxlike.runtime import cuda, nvshmem, world
 from fluxlike.runtime.errors import PeerTimeout
-from fluxlike.runtime.heap import ALIGN, first_fit, give, take
+from fluxlike.runtime.heap import ALIGN, first_fit, give, shown, take
 
 SIZE = 64
 
@@ -49,6 +49,11 @@ def test_take_and_give_are_inverse(wishes):
         assert covered(free) == before | set(range(block[0], sum(block)))
         assert well_formed(free)
     assert free == [(0, SIZE)]
+
+
+def test_sizes_for_people():
+    sizes = (0, 1, 1024, 1025, (1 << 20) - 1, 1 << 20, 5 << 19)
+    assert [shown(size) for size in sizes] == ["0 KiB", "1 KiB", "1 KiB", "2 KiB", "1024 KiB", "1 MiB", "2 MiB"]
 
 
 ORDERS = st.lists(

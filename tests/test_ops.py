@@ -8,6 +8,7 @@ that reading what nobody wrote shows. Each body makes many calls, because starti
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -348,3 +349,31 @@ def ag_without_m(group):
 def test_ag_gemm_takes_m_from_equal_shards():
     run_ranks(ag_without_m, 3)
 
+
+def numbers_of_numpy(group):
+    """Sizes and roots that numpy has made are as good as Python's, with gradients, too; what is no whole number is not."""
+    size, number = dist.get_world_size(group), np.int64
+    x, w = torch.ones(8, 8, device=device()), torch.ones(8, 8, device=device())
+    fp32 = dict(dtype=x.dtype, group=group)
+    with (
+        fluxlike.create_gemm_rs_context(number(8), np.int32(8), number(16), **fp32) as rs,
+        fluxlike.create_ag_gemm_context(number(16), number(8), number(8), **fp32) as ag,
+        fluxlike.create_gemm_ar_context(number(8), np.uint8(8), **fp32) as ar,
+        fluxlike.create_sparse_all_reduce_context((number(8), number(2)), number(4), x.dtype, group),
+    ):
+        assert {type(size) for size in (rs.max_m, rs.n, rs.k, ag.max_m, ag.k, ar.max_m, ar.n)} == {int}
+        for operand in (x, x.clone().requires_grad_()):
+            y = fluxlike.gemm_rs(operand, w, group=group, k=number(8 * size))
+            assert torch.equal(y, torch.full_like(x[: 8 // size], 8.0 * size))
+            z = fluxlike.ag_gemm(operand, w, group=group, m=number(8 * size), n=number(8 * size))
+            assert torch.equal(z, torch.full_like(x.repeat(size, 1), 8.0))
+    assert torch.equal(fluxlike.all_gather(x, group, m=number(8 * size)), x.repeat(size, 1))
+    assert torch.equal(fluxlike.broadcast(x, number(1), group), x)
+    assert (fluxlike.reduce(x, np.int16(0), group) is None) == (dist.get_rank(group) != 0)
+    for wrong in (np.float64(1), np.bool_(True), torch.tensor(1)):
+        with pytest.raises(ValueError, match="root="):
+            fluxlike.broadcast(x, wrong, group)
+
+
+def test_whole_numbers_of_numpy():
+    run_ranks(numbers_of_numpy, 2)

@@ -81,6 +81,7 @@ def create_ag_gemm_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
+    max_m, n, k = map(tiling.number, (max_m, n, k))
     if resolve(group).spans:
         return nodes.NodesContext("ag_gemm", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
@@ -177,6 +178,7 @@ def _call(
     if ctx is not None and type(ctx) is not AGGemmContext:
         check_context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
+    m, n = tiling.number(m), tiling.number(n)
     with Refusing("ag_gemm", control), control.lock:
         weights, biases = validate.listed(weight, bias)
         outs = validate.listed_out(out, weight)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, rows_of
 from ..runtime import world
 from ..runtime.control import ControlGroup
-from . import again, exchange, keeping, validate
+from . import again, exchange, keeping, tiling, validate
 from .context import DTYPES
 from .exchange import Kind
 from .group import Prepared, Told, resolve, told
@@ -107,6 +107,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
 
 
 def _all_gather(x: torch.Tensor, control: ControlGroup, m: int | None, algo: str) -> torch.Tensor:
+    m = tiling.number(m)
     seen = _signature(x, m, algo)
     made = _again(ALL_GATHER, control, x, seen)
     if made is not None:
@@ -147,6 +148,7 @@ def reduce(
         from . import library_collectives
 
         return library_collectives.reduce(x, root, group, op, algo)
+    root = tiling.number(root)
     seen = _signature(x, root, op, algo)
     control = resolve(group)
     with Refusing("reduce", control):
@@ -179,6 +181,7 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
         from . import library_collectives
 
         return library_collectives.broadcast(x, root, group, algo)
+    root = tiling.number(root)
     seen = _signature(x, root, algo)
     control = resolve(group)
     with Refusing("broadcast", control):

@@ -72,7 +72,7 @@ def create_gemm_ar_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
-    return GemmARContext(max_m, n, dtype, group, algo, product)
+    return GemmARContext(tiling.number(max_m), tiling.number(n), dtype, group, algo, product)
 
 
 def gemm_ar(

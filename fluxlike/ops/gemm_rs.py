@@ -86,6 +86,7 @@ def create_gemm_rs_context(
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
     """
+    max_m, n, k = map(tiling.number, (max_m, n, k))
     if resolve(group).spans:
         return nodes.NodesContext("gemm_rs", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
@@ -159,6 +160,7 @@ def call(
     if ctx is not None and type(ctx) is not GemmRSContext:
         check_context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
+    k = tiling.number(k)
     seen = again.signature((x, weight, bias, out), k)
     with Refusing("gemm_rs", control), control.lock:
         kind, by = (nodes.NodesContext, "gemm_rs") if control.spans else (GemmRSContext, GemmRSContext)

@@ -41,7 +41,7 @@ from ..runtime import world
 from . import ag_gemm as ag
 from . import gemm_ar as ar
 from . import gemm_rs as rs
-from . import validate
+from . import tiling, validate
 from .context import kept
 from .group import resolve
 from .refusals import Refusing, leaving_out
@@ -360,6 +360,7 @@ def gemm_rs(x: torch.Tensor, weight: torch.Tensor, bias: Any, group: Any, ctx: A
         return _gemm_rs(x, weight, ctx, bias=bias, group=group, out=out, k=k)
     with _refusing("gemm_rs", ctx, group):
         _no("gemm_rs", ctx=ctx, out=out)
+        k = k if torch.compiler.is_compiling() else tiling.number(k)
         tensors("gemm_rs", [("x", x, 2), ("weight", weight, 2), ("bias", bias, 1)])
         validate.whole("gemm_rs", "k", k, x.shape[1])
     return gemm_rs_op(x, weight, bias, name_of(group), k)
@@ -383,6 +384,7 @@ def ag_gemm(
         )  # fmt: skip
     with _refusing("ag_gemm", ctx, group):
         _no("ag_gemm", ctx=ctx, out=out)
+        m, n = (m, n) if torch.compiler.is_compiling() else (tiling.number(m), tiling.number(n))
         weights, biases = validate.listed(weight, bias)
         tensors("ag_gemm", [("x", x_shard, 2), *[("weight", w, 2) for w in weights], *[("bias", b, 1) for b in biases]])
         if m is not None and (not isinstance(m, (int, torch.SymInt)) or isinstance(m, bool) or m < 0):

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from ..runtime import world
+from ..runtime import faking, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 
@@ -14,11 +14,12 @@ from ..runtime.errors import CallMismatch, PeerTimeout
 class Making(type):
     """How contexts are made: whole, or not at all.
 
-    They outlive the call that makes them: tensors made in inference mode could not be written to outside of it.
+    They outlive the call that makes them: tensors made in inference mode could not be written to outside of it, and those made
+    under a fake one have no memory.
     """
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), faking.off():
             context: Any = object.__new__(cls)  # type: ignore[arg-type]
             try:
                 context.__init__(*args, **named)

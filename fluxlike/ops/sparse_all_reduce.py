@@ -275,6 +275,7 @@ def create_sparse_all_reduce_context(
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)  # a number is [N], as for torch.empty
     try:
         wire = wire_of(dtype, wire_dtype)
+        shape, max_nnz = tuple(map(tiling.number, shape)), tiling.number(max_nnz)
         sizes = [*shape, max_nnz]
         if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"{NAME}: shape={shape}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
@@ -387,6 +388,7 @@ def call(
     if ctx is not None and type(ctx) is not SparseAllReduceContext:
         check_context(NAME, ctx, SparseAllReduceContext, group)
     control = resolve(group) if ctx is None else ctx.control
+    max_nnz = tiling.number(max_nnz)
     with torch.no_grad(), Refusing(NAME, control), control.lock:
         wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, scatter)
         width = math.prod(x.shape[x.sparse_dim() :])

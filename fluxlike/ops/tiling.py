@@ -4,8 +4,10 @@ Tiles are also the unit of the in-kernel signals, so every rank of a call must c
 only at what the ranks have in common. Whether a rank reads its operands by TMA is its own affair (`readable`).
 """
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -30,6 +32,16 @@ CPU = (0, 0)
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
 #: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.
 NARROW = 0.8
+
+
+def number(value: Any) -> Any:
+    """A whole number of another kind, as numpy's, as one of Python's; whatever else it is, checks have a say in it."""
+    if value is None or isinstance(value, (int, torch.SymInt, torch.Tensor)):  # a tensor may lie on a GPU, and be waited for
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ..kernels.tiles import cdiv, rows_of
-from ..runtime import world
+from ..runtime import faking, world
 from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES
@@ -168,10 +168,20 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
             f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
             f"DTensor {name}.to_local(), of an AsyncCollectiveTensor {name}.wait(), and outside of transforms of torch.func as vmap"
         )
+    not_faking(op)
     if t.dtype in DTYPES and address % t.element_size():  # as of a buffer that others have filled
         raise ValueError(
             f"{op}: {name} begins at address {address:#x}, no multiple of the {t.element_size()} bytes of its elements; use "
             f"{name}.clone()"
+        )
+
+
+def not_faking(op: str) -> None:
+    """The call would be made with tensors that have no memory, even if those that it is given have."""
+    if faking.is_on():
+        raise ValueError(
+            f"{op}: it was called under a FakeTensorMode of torch, where new tensors have no memory that a kernel could write to; "
+            "call it outside of that, or use torch.compile, which traces it"
         )
 
 

@@ -29,7 +29,11 @@ class CpuCopyEngine:
         self._cancelled = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="fluxlike-copy-engine", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, when it may have begun: nobody would end it
+            self._jobs.put(None)
+            raise
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

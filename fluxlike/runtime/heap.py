@@ -18,6 +18,11 @@ from .errors import PeerTimeout
 ALIGN = 512
 
 
+def shown(nbytes: int) -> str:
+    """A size for people."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{-(-nbytes >> 10)} KiB"
+
+
 class Segment(Protocol):
     nbytes: int
     local: torch.Tensor
@@ -122,7 +127,7 @@ class SymmetricHeap:
                 continue
             if place is None:
                 raise RuntimeError(
-                    f"the symmetric heap ({self.nbytes >> 20} MiB a rank) has no {nbytes >> 20} MiB free for the group of ranks "
+                    f"the symmetric heap ({shown(self.nbytes)} a rank) has no {shown(nbytes)} free for the group of ranks "
                     f"{control.ranks}, and growing it takes every rank of the world; pass a larger heap_bytes to fluxlike.init, "
                     "set FLUXLIKE_HEAP_BYTES, or close contexts"
                 )

@@ -19,6 +19,7 @@ import torch
 
 from .control import ControlGroup
 from .errors import PeerTimeout
+from .heap import shown
 
 DEFAULT_BYTES = 1 << 30
 
@@ -160,7 +161,7 @@ class NvshmemSegment:
                 self.local: torch.Tensor = nvshmem.tensor((self.nbytes,), dtype=torch.uint8)
         except Exception as problem:  # nvshmem4py raises several kinds; each means that the memory is not to be had
             error = RuntimeError(
-                f"cannot allocate {self.nbytes >> 20} MiB on the NVSHMEM heap ({problem}); free GPU memory, or pass a smaller "
+                f"cannot allocate {shown(self.nbytes)} on the NVSHMEM heap ({problem}); free GPU memory, or pass a smaller "
                 "heap_bytes to fluxlike.init"
             )
         control.agree("allocating on the NVSHMEM heap", self.nbytes, error)

@@ -15,6 +15,7 @@ import torch
 
 from . import memfd
 from .control import ControlGroup
+from .heap import shown
 
 DEFAULT_BYTES = 64 << 20
 
@@ -52,11 +53,11 @@ class ShmSegment:
         need, room = self.nbytes * ranks, memfd.room()
         if need <= room:
             return None
-        return self._cannot_reserve(f"{ranks} ranks need {need >> 20} MiB and this machine has {room >> 20} MiB left")
+        return self._cannot_reserve(f"{ranks} ranks need {shown(need)} and this machine has {shown(room)} left")
 
     def _cannot_reserve(self, why: str) -> RuntimeError:
         return RuntimeError(
-            f"cannot reserve {self.nbytes >> 20} MiB of shared memory a rank for the symmetric heap ({why}); free memory, pass a "
+            f"cannot reserve {shown(self.nbytes)} of shared memory a rank for the symmetric heap ({why}); free memory, pass a "
             "smaller heap_bytes to fluxlike.init, or make smaller contexts"
         )
 

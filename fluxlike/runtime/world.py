@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from . import env, nodes, racecheck
+from . import env, faking, nodes, racecheck
 from .calls import CallBoard
 from .control import ControlGroup, keep_in_children, key_of
 from .errors import PeerTimeout
@@ -188,7 +188,7 @@ class World:
             outside = [rank for rank in ranks if rank not in self.control.ranks]
             if outside:
                 raise ValueError(f"ranks {outside} of the group are outside the group given to fluxlike.init; init with all ranks")
-            with self._connecting.setdefault(name, threading.Lock()):
+            with self._connecting.setdefault(name, threading.Lock()), faking.off():
                 known = self._controls.get(name)
                 if known is None:
                     known = ControlGroup(ranks, name, group, key_of(group))

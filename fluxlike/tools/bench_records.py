@@ -32,7 +32,7 @@ def told(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} is no record of bench: {what}; give JSON files that bench --out has written") from error
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def record_in(path: str | Path) -> dict[str, Any]:
     """What is in a file that is to be a record; `check` looks at the rest."""
     record: dict[str, Any] = _kind(json.loads(Path(path).read_text(encoding="utf-8")), "all of it", dict)
     return record
@@ -117,7 +117,7 @@ def read(op: str, paths: Sequence[str]) -> list[dict[str, Any]]:
     records = []
     for path in paths:
         with told(path):
-            record = load(path)
+            record = record_in(path)
             known = record["op"] == op
             if known:
                 check(record)

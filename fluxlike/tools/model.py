@@ -24,7 +24,7 @@ from typing import Any
 from ..kernels.tiles import cdiv
 from ..ops import validate
 from . import command, once, topo
-from .bench_records import check, load, told
+from .bench_records import check, record_in, told
 from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
@@ -107,7 +107,7 @@ def compared(op: str, paths: Sequence[Path], cluster: Cluster) -> list[Compared]
     found: list[Compared] = []
     for path in paths:
         with told(path):
-            record = load(path)
+            record = record_in(path)
             other = "" if record["op"] == op else str(record["op"])
             if not other:
                 check(record)

@@ -32,7 +32,7 @@ from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
-from .bench_records import check, load, told
+from .bench_records import check, record_in, told
 from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
 ROUNDS = 5
@@ -189,7 +189,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
-            data = load(path)
+            data = record_in(path)
             stamp, mode = data["environment"], data["mode"]
             if data["op"] not in PROBLEMS:
                 raise ValueError(f"it is of {data['op']!r}, and tables are of {' and '.join(PROBLEMS)}")
