@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank = first(error.failures)
         status = error.failures[rank].exitcode
+        if status == 128 + signal.SIGPIPE:  # nobody reads what it prints, and that is all there is to say
+            return status
         if status < 0:
             return end(f"rank {rank} was killed by {name_of(-status)}", 128 - status)
         return end(f"rank {rank} ended with status {status}; what it said is above", status)

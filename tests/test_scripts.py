@@ -258,6 +258,24 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert lines == ["why", f"launch.sh: {said}"]
 
 
+@pytest.mark.parametrize("tool", ("bench", "links"))
+def test_a_reader_that_leaves_the_ranks(tmp_path, tool):
+    """As `| head` does: they end in order, early if they have much to do, and say nothing of it."""
+    pytest.importorskip("rich")
+    given = {"bench": ["gemm_rs", "--shapes", "8x8x8,8x8x16", "--methods", "copy_engine", "--rounds", "1", "--out", str(tmp_path)]}
+    given["links"] = ["nvswitch-2", "--sizes", "1K", "--algos", "one_shot"]
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", "-m", "fluxlike", tool, *given[tool]]
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=200)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, ""), done.stderr
+    if tool == "bench":
+        record = json.loads((tmp_path / "gemm_rs-custom-R2-eager.json").read_text())
+        assert len(record["shapes"]) == 1 and record["left_out"] == [{"shape": "8×8×16", "why": "nobody reads any more"}]
+
+
 @pytest.mark.parametrize("given", (["--nproc", "2"], ["--nproc=2"]))
 def test_an_option_of_launch_behind_the_program(tmp_path, given):
     program = tmp_path / "program.py"

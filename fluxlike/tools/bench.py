@@ -88,13 +88,17 @@ def auto_iters(ms: float) -> int:
 
 
 class Budget:
-    """No new shape once ``seconds`` have passed; None: no end."""
+    """No new shape once ``seconds`` have passed, or nobody reads any more; None: no end of them."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since, self._seconds = clock, clock(), seconds
 
-    def spent(self) -> bool:
-        return self._seconds is not None and self._clock() - self._since >= self._seconds
+    def spent(self) -> str:
+        """Why there is to be no new shape, if so."""
+        if command.Outlet.left:
+            return "nobody reads any more"
+        over = self._seconds is not None and self._clock() - self._since >= self._seconds
+        return f"{self._seconds:g} seconds have passed" if over else ""
 
 
 @dataclass
@@ -369,8 +373,8 @@ class Bench:
             for i, shape in enumerate(shapes):
                 begun = time.monotonic()
                 why = self.kind.unfit(shape, self.peers.size)
-                if why is None and self.peers.gather(self.budget.spent())[0]:
-                    why = f"{asked.seconds:g} seconds have passed"
+                if why is None:
+                    why = self.peers.gather(self.budget.spent())[0] or None
                 text = f"skipped: {why}"
                 if why is None:
                     try:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib.util
+import io
 import os
 import signal
 import sys
@@ -101,11 +102,48 @@ def lacks(tool: str, package: str, install: str = "") -> bool:
     return True
 
 
+class Outlet(io.FileIO):
+    """Standard output of a rank, which goes nowhere once its reader has left, as `| head` does.
+
+    Ranks wait for each other: one that ended by the error would leave the others with one of their connections.
+    """
+
+    left = False
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            Outlet.left = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+@contextlib.contextmanager
+def outlet() -> Iterator[None]:
+    """In here standard output is an `Outlet`, if it is this process's own."""
+    own = sys.stdout
+    if own is not sys.__stdout__ or not isinstance(own, io.TextIOWrapper):
+        yield
+        return
+    own.flush()
+    raw = io.BufferedWriter(Outlet(own.fileno(), "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(raw, encoding=own.encoding, errors=own.errors, line_buffering=own.line_buffering)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = own
+
+
 def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], str | None], heap_bytes: int | None = None) -> int:
     """fluxlike.init, ``work``, fluxlike.finalize: the exit status.
 
     ``explain``: what to say of an exception of ``work`` after which this process ends at once, because an orderly end would wait
-    for ranks that wait for this one; None for one that goes on to the caller. The launcher ends the others.
+    for ranks that wait for this one; None for one that goes on to the caller. The launcher ends the others. The status is as of a
+    program that SIGPIPE ends where nobody reads any more.
     """
     try:
         fluxlike.init(heap_bytes=heap_bytes)
@@ -113,7 +151,8 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
         print(f"{tool}: {error}", file=sys.stderr)
         return 1
     try:
-        status = work()
+        with outlet():
+            status = work()
     except Exception as error:
         said = explain(error)
         if said is None:
@@ -122,7 +161,7 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
         sys.stdout.flush()
         os._exit(1)
     fluxlike.finalize()
-    return status
+    return 128 + signal.SIGPIPE if Outlet.left else status
 
 
 @contextlib.contextmanager

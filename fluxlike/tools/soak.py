@@ -316,7 +316,8 @@ class Soak:
         for burst in plan:
             self.play(burst)
             now = self.seconds()
-            over, due = self.agree(burst, bool(wishes) or now >= self.asked.minutes * 60, now - sampled >= self.sample_s)
+            over = bool(wishes) or command.Outlet.left or now >= self.asked.minutes * 60
+            over, due = self.agree(burst, over, now - sampled >= self.sample_s)
             if due:
                 sampled = now
                 self.samples.append({"seconds": round(now, 1)} | self.machine.sample())

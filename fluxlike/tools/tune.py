@@ -118,8 +118,8 @@ class Tuner:
         shapes: list[Shape] = asked.shapes or list(PROBLEMS[asked.op].SUITES[asked.suite])
         for i, shape in enumerate(shapes):
             why = PROBLEMS[asked.op].unfit(shape, peers.size)
-            if why is None and peers.gather(self.budget.spent())[0]:
-                why = f"{asked.budget:g} seconds have passed"
+            if why is None:
+                why = peers.gather(self.budget.spent())[0] or None
             head = f"[{i + 1}/{len(shapes)}] {asked.op} {shape} {asked.dtype} R={peers.size}"
             if why is not None:
                 voice.say(f"{head}: skipped, {why}")
