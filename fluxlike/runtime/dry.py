@@ -26,6 +26,10 @@ class DryTensor(torch.Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
     def data_ptr(self) -> int:
         return (1 << 40) + int(self.storage_offset()) * self.itemsize
 
