@@ -3,6 +3,7 @@ are advanced before all threads have read them; a lint of nothing, and one that 
 """
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -205,7 +206,8 @@ def test_nothing_outlives_a_lint_that_a_signal_ends(number, tmp_path):
     """Neither its processes, though they compile, nor its temporary files."""
     command = [sys.executable, "-m", "fluxlike", "lint", "--sm", "90", "--case", "gemm_rs", "--jobs", "2"]
     env, pipes = os.environ | {"TMPDIR": str(tmp_path)}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+    as_ever = functools.partial(signal.signal, number, signal.SIG_DFL)  # under nohup these tests ignore one, as all that they start
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, preexec_fn=as_ever, **pipes)
     assert process.stdout.readline().startswith("sm_90 ") and len(living(process.pid)) > 2 and list(tmp_path.iterdir())
     process.send_signal(number)
     _, said = process.communicate(timeout=60)

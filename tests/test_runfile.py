@@ -234,13 +234,13 @@ def test_the_ranks_of_the_cost_end_with_it(number, tmp_path):
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
-    before = signal.getsignal(number)
+    ever = signal.signal(number, signal.SIG_DFL)  # under nohup it is ignored, and then not heeded
     killer = threading.Thread(target=end)
     killer.start()
     with pytest.raises(SystemExit) as left, once.ends_what_it_began():
         racecheck_cost.run([sys.executable, "-c", LAUNCHER, str(part), str(pid)], dict(os.environ))
     killer.join()
-    assert left.value.code == 128 + number and signal.getsignal(number) == before
+    assert left.value.code == 128 + number and signal.signal(number, ever) == signal.SIG_DFL
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
