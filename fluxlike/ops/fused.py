@@ -77,7 +77,7 @@ def gather_unfit(
 ) -> str | None:
     """The same of a product of what has been gathered."""
     if weight.nbytes > GATHERED:
-        return f"weight has {weight.nbytes} bytes, of which {GATHERED} are read as fast as by torch"
+        return f"weight has {weight.nbytes} bytes, more than {GATHERED}"
     return _unread(ctx, len(gathered), weight, (gathered, bias, z))
 
 
