@@ -13,8 +13,9 @@ from ranks import TORCHRUN, device, rows_slice, run_ranks
 
 import fluxlike
 from fluxlike.kernels import exchange as kernels
+from fluxlike.kernels import fused as kernels_fused
 from fluxlike.ops import exchange, fused
-from fluxlike.runtime import env, world
+from fluxlike.runtime import env, programs, world
 
 M, N, K = 67, 96, 80
 
@@ -170,6 +171,31 @@ def lost(group, op):
         ctx.check()
     fluxlike.finalize()
     return said, again
+
+
+def lost_to_those_who_wait_for_others(group):
+    """What rank 0 hears of fused calls in which rank 1 sends nothing, and most programs have nothing to receive."""
+    start()
+    said, put = [], kernels_fused.put
+    env.put("FLUXLIKE_TIMEOUT_S", "1")
+    x, w = (torch.ones(rows, 1024, dtype=torch.bfloat16, device=device()) for rows in (1, 512))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "is_usual", lambda ctx: True)
+        for seed in (None, 1, 2):  # a program that waits for another one begins first, or not
+            programs.configure(programs.Schedule(seed=seed))
+            with fluxlike.create_ag_gemm_context(2, 512, 1024, torch.bfloat16, group, "sequential") as ctx:
+                kernels_fused.put = put_nothing if ctx.rank == 1 else put
+                said.append(told(lambda ctx=ctx: (fluxlike.ag_gemm(x, w, ctx), ctx.check()), fluxlike.PeerTimeout)[0])
+                assert ctx.last_path == "sequential/fused"
+    return said
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+def test_who_waits_for_its_own_programs_tells_of_the_peer():
+    first, second = fresh(lost_to_those_who_wait_for_others, 2)
+    assert first.ok and second.ok, f"{first}\n{second}"
+    for said in first.value:
+        assert "rank 0 waited 1 s for rank 1: its part of the result of call 1 (expected 1, saw 0)" in said, said
 
 
 def gemm_rs(ctx):

@@ -35,7 +35,7 @@ import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
 from .elements import SUM, advance, load_payload, pack, place_in_part, reduce_words, row_from, row_of, store_payload
-from .sync import ARRIVED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
+from .sync import ARRIVED, WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
 from .words import put, put_at, receive_from, sendable, take_words
 
 
@@ -165,7 +165,7 @@ def gather_fused_kernel(
             store_payload(place, left, got, 2, WORDS)
     if program < part:
         open_gate(gate, ctl, tl.minimum(part, programs), epoch)
-    wait(gate, epoch, ctl, rank, WAIT_RESULT, rank, R)
+    wait(gate, epoch, ctl, rank, WAIT_GATHERED, rank, R)
     N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)
     column = program * BN
     tile = product(gathered, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, BIAS)

@@ -62,6 +62,9 @@ WAIT_MESSAGE = tl.constexpr(7)
 WRONG_MESSAGE = tl.constexpr(8)
 PEER_FAILED = tl.constexpr(9)
 NODE_FAILED = tl.constexpr(10)
+WAIT_GATHERED = tl.constexpr(11)
+#: Waits for programs of the same launch, which may be waiting for peers, one after the other: they last R + 1 times as long.
+OWN = (WAIT_PART.value, WAIT_GATHERED.value)
 
 
 @triton.jit
@@ -115,7 +118,10 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
     Bounded: after TIMEOUT, or at once when this or another rank has given up, the failure is recorded and the kernel runs
     on with whatever data is there; the host raises. All threads give up in the same turn (`any_thread`). Written as a loop
     without a branch around it, because an ``if`` in front of the spin slowed the pipelined loop of the prototypes.
+
+    Of the waits in OWN the limit is longer: those that they wait for run out first, and tell who did not come.
     """
+    limits: tl.constexpr = R + 1 if (what == WAIT_PART or what == WAIT_GATHERED) else 1
     want = (want + tl.zeros((), tl.int64)).to(tl.int64)
     if is_interp():
         awaits(signal, want)
@@ -133,7 +139,7 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
             since = tl.where(since == 0, now, since)
             aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
             failed = tl.load(ctl + FAILED, volatile=True) != 0
-            late = any_thread(aborted | failed | (now - since > tl.load(ctl + TIMEOUT))) != 0
+            late = any_thread(aborted | failed | (now - since > limits * tl.load(ctl + TIMEOUT))) != 0
             if late:
                 _give_up(ctl, rank, what, peer, want, seen, R)
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)

@@ -32,6 +32,7 @@ _WHAT = {
     sync.WAIT_SHARD.value: "its shard",
     sync.WAIT_SIGNAL.value: "its signal",
     sync.WAIT_PART.value: "the rest of a tile",
+    sync.WAIT_GATHERED.value: "the rows that it gathers",
     sync.WAIT_RESULT.value: "its part of the result",
 }
 
@@ -359,6 +360,10 @@ class GroupContext(Held):
                 )
                 self.board.freeze()
 
+    def limit_of(self, what: int) -> float:
+        """Seconds that such a wait may last."""
+        return self.limit_s * (self.size + 1 if what in sync.OWN else 1)
+
     def _timeout(
         self, before: str, what: int, peer: int, want: int, seen: int, call: int, abort: int, after: float | None = None
     ) -> PeerTimeout:
@@ -371,7 +376,9 @@ class GroupContext(Held):
                 f"gave up first; the message of rank {other} names the cause. {self.remedy}",
                 told=2,
             )
-        waited, limit = (f"{self.limit_s:g}", "; FLUXLIKE_TIMEOUT_S sets the limit") if after is None else (f"{after:.1f}", "")
+        waited, limit = f"{self.limit_of(what):g}", "; FLUXLIKE_TIMEOUT_S sets the limit"
+        if after is not None:
+            waited, limit = f"{after:.1f}", ""
         return PeerTimeout(
             f"{before}{self.op}: rank {me} waited {waited} s for rank {them}: {_WHAT[what]} of call {call} (expected {want}, saw "
             f"{seen}). {self.board.where(peer)} All ranks must be alive and make the same calls in the same order{limit}. "

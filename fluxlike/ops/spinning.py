@@ -40,7 +40,7 @@ def on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ct
         gone = ", ".join(str(context.group_ranks[rank]) for rank in context.board.gone())
         if gone:
             raise context.give_up(what, peer, want, seen, f"rank(s) {gone} died. ", waited)
-    if waited > context.limit_s:
+    if waited > context.limit_of(what):
         raise context.give_up(what, peer, want, seen)
 
 
