@@ -294,6 +294,15 @@ def test_ways_between_nodes(op):
     assert bench.methods(bench_problems.GemmRS, True)[-1] == "auto", "only if they are named"
 
 
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm", "gemm_ar"))
+def test_few_rows_in_one_kernel_or_not(op):
+    methods = ["one_shot", "one_shot/fused"] if op == "gemm_ar" else ["sequential/torch", "sequential/fused"]
+    argv = [op, "--rounds", "1", "--methods", ",".join(methods)]
+    for found, bad in values(ranks.run_fresh(run_shape, 2, argv=argv, shape=(32, 64, 64))):
+        paths = [(row.path, row.status) for row in found["eager"].values()]
+        assert not bad and paths == [(f"{methods[0].partition('/')[0]}/{how}", "ok") for how in ("torch", "fused")], paths
+
+
 def kept_for_other_sizes():
     """Contexts of calls that name none, in whose table calls of `run_shape`'s sizes go by the copy engine, and others do not."""
     make = functools.partial(torch.zeros, dtype=torch.bfloat16)

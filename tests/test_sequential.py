@@ -149,6 +149,48 @@ def test_few_rows_are_gathered_in_one_kernel(ranks, dtype):
     run_ranks(gathered_in_one_kernel, ranks, dtype=dtype)
 
 
+def demanded(group):
+    """Schedules that say how `sequential` multiplies: the one is what it says, also where auto would not; the other is refused."""
+    dtype, size, rank = torch.bfloat16, dist.get_world_size(group), dist.get_rank(group)
+    kinds = {"gemm_rs": fluxlike.create_gemm_rs_context, "ag_gemm": fluxlike.create_ag_gemm_context}
+    for op, make in kinds.items():
+        if op == "gemm_rs":
+            few = RSCase(64, 128, [64] * size, dtype, 1, bias=True)
+            expected = few.expected(rank)
+        else:
+            few = AGCase(64, [128] * size, 64, dtype, 2, bias=True)
+            expected = few.whole()[1][rank]
+        x, w, bias = few.inputs(rank)
+        call = getattr(fluxlike, op)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            make(64, 128, 64, dtype, group, "sequential/torch") as by_torch,
+            make(64, 128, 64, dtype, group, "sequential/fused") as by_ours,
+        ):
+            patch.setattr(fused, "GATHERED", 1)
+            patch.setattr(fused, "is_usual", lambda ctx: True)
+            same(call(x, w, by_torch, bias=bias), expected, f"{op} by torch")
+            assert by_torch.last_path == "sequential/torch" and "sequential/torch" in repr(by_torch)
+            patch.setattr(fused, "is_usual", lambda ctx: False)
+            same(call(x, w, by_ours, bias=bias), expected, f"{op} in one kernel")
+            assert by_ours.last_path == "sequential/fused"
+            refused = (w.T.contiguous().T, r"strides \(1, 128\) of weight"), (w[:, :56].contiguous(), "K=56 of this rank")
+            for changed, says in refused:
+                with pytest.raises(ValueError, match=f"{op}: this context has schedule='sequential/fused', and .*{says}.*; make"):
+                    call(x[:, : changed.shape[1]], changed, by_ours)
+            same(call(x, w, by_ours, bias=bias), expected, f"{op}, after what was refused")
+        for how, says in ((dict(dtype=torch.float32), "torch.float32"), (dict(max_m=65), "max_m=65")):
+            with pytest.raises(ValueError, match=f"schedule='sequential/fused' is for 16 bits, and max_m up to 64, not for {says}"):
+                make(**(dict(max_m=32, n=96, k=64, group=group, schedule="sequential/fused") | how))
+        with pytest.raises(ValueError, match=r"schedule='sequential/kernel' is not one of 'auto', .* 'sequential/fused'"):
+            make(32, 96, 64, dtype, group, "sequential/kernel")
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_one_kernel_is_demanded_or_forbidden(ranks):
+    run_ranks(demanded, ranks)
+
+
 @triton.jit
 def put_nothing(start, words, B: tl.constexpr):
     pass

@@ -15,7 +15,7 @@ from ..kernels.tiles import cdiv, chunk_rows
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
-from . import choice, cost, keeping, sequential, tiling, tuned
+from . import choice, cost, fused, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
 from .group import Compiled, GroupContext, Prepared, Told, told
 from .trace import Trace
@@ -34,8 +34,12 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
             return ValueError(f"{op}: {name}={value} is more than {tiling.MAX_SIZE}, up to which kernels count; split the calls")
     if dtype not in DTYPES:
         return ValueError(f"{op}: dtype={dtype} is not supported; use torch.bfloat16, torch.float16 or torch.float32")
-    if schedule not in SCHEDULES:
-        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, SCHEDULES))}")
+    known = *SCHEDULES, sequential.TORCH, sequential.FUSED
+    if schedule not in known:
+        return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
+    misfit = fused.misfit(dtype, sizes.get("max_m", 1)) if schedule == sequential.FUSED else None
+    if misfit:
+        return ValueError(f"{op}: schedule={schedule!r} {misfit}; use schedule={sequential.NAME!r} or 'auto'")
     if schedule == choice.DECOMPOSED and dtype == torch.float32:
         return ValueError(
             f"{op}: schedule={schedule!r} is not for dtype={dtype}, in which cuBLAS is less exact with the rows of one rank than "
@@ -66,6 +70,8 @@ class Context(GroupContext):
         ``exchanged``: elements of what all ranks bring to the largest call with schedule "sequential".
         """
         self.dtype, self.schedule, ranks = dtype, schedule, control.size
+        #: "auto", or who carries the data: the schedule but for how `sequential` is to multiply.
+        self.transport = schedule.partition("/")[0]
         self.max_flags = flags
         self.set_elements = tiling.round_up(data, 128)
         regions = {
@@ -97,7 +103,7 @@ class Context(GroupContext):
 
     def take(self) -> None:
         super().take()
-        executor, schedule = self.world.executor, self.schedule
+        executor, schedule = self.world.executor, self.transport
         self.full, self.flags = self.region("full", torch.int32), self.region("flags", torch.int64)
         self.data = self.region("data", self.dtype)
         self.engine = executor.copy_engine()
@@ -130,7 +136,7 @@ class Context(GroupContext):
         nbytes = exchanged * self.dtype.itemsize
         if self.schedule == "auto" and choice.why_not_torch(self.tuned.capability, self.tuned.torch_products) is None:
             return min(nbytes, sequential.limit(self.dtype))
-        return nbytes if self.schedule == sequential.NAME else 0
+        return nbytes if self.transport == sequential.NAME else 0
 
     def forget_plans(self) -> None:
         """Calls of every kind are planned anew from now on."""
@@ -228,9 +234,9 @@ class Context(GroupContext):
     def choose(self, problem: choice.Problem) -> choice.Choice:
         """How calls of this problem are made; all ranks come to the same."""
         if self._used is None:
-            return choice.choose(problem, self.schedule, self.tuned.table)
+            return choice.choose(problem, self.transport, self.tuned.table)
         why = choice.why_not(problem, self._used)
-        if why is not None or self.schedule not in ("auto", self._used.transport):
+        if why is not None or self.transport not in ("auto", self._used.transport):
             why = why or f"schedule={self.schedule!r}"
             raise ValueError(f"{self.op}: {self._used} is no choice for {problem}: {why}; use one of choice.candidates")
         return self._used

@@ -55,6 +55,12 @@ def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile 
     return Tile(rows, columns, depth, WARPS, min(room // depth, 8)) if room >= 2 * depth else None
 
 
+def misfit(dtype: torch.dtype, max_m: int) -> str | None:
+    """Why a context for such calls cannot ask that they be fused."""
+    wrong = "torch.float32" if dtype == torch.float32 else f"max_m={max_m}" if max_m > ROWS else None
+    return wrong and f"is for 16 bits, and max_m up to {ROWS}, not for {wrong}"
+
+
 def is_usual(ctx: exchange.ExchangeContext) -> bool:
     """Whether calls that can be fused are, where nothing else is asked for: not on a CPU, where torch's products are faster."""
     return bool(ctx.world.executor.capability != tiling.CPU)
@@ -76,8 +82,6 @@ def gather_unfit(
     ctx: exchange.ExchangeContext, gathered: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor
 ) -> str | None:
     """The same of a product of what has been gathered."""
-    if weight.nbytes > GATHERED:
-        return f"weight has {weight.nbytes} bytes, more than {GATHERED}"
     return _unread(ctx, len(gathered), weight, (gathered, bias, z))
 
 

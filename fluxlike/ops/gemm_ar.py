@@ -164,11 +164,8 @@ def _check_product(product: str, algo: str, dtype: torch.dtype, max_m: int) -> V
         return None
     if algo not in ("auto", "one_shot"):
         return ValueError(f"gemm_ar: product='fused' has algo='one_shot', not {algo!r}; name that, or product='torch'")
-    if dtype == torch.float32 or max_m > fused.ROWS:
-        wrong = "torch.float32" if dtype == torch.float32 else f"max_m={max_m}"
-        most = f"16 bits, and max_m up to {fused.ROWS}"
-        return ValueError(f"gemm_ar: product='fused' is for {most}, not for {wrong}; leave it 'auto'")
-    return None
+    misfit = fused.misfit(dtype, max_m)
+    return ValueError(f"gemm_ar: product='fused' {misfit}; leave it 'auto'") if misfit else None
 
 
 class _Plan(NamedTuple):

@@ -79,9 +79,10 @@ def create_gemm_rs_context(
         schedule: who carries the partial sums: "copy_engine" (the GPU's copy engines, beside the kernel), "in_kernel" (the
             kernel's own stores to the peer), or "auto": what was measured, else expected, to be faster (docs/tune.md).
             Two that leave the products to cuBLAS, from which auto chooses, too: "sequential", for few rows, and for float32: one
-            product, then one exchange kernel, or both in one kernel up to 64 rows (`ops.sequential`); "decomposed", not in float32:
-            one product a chunk, each chunk by the copy engine (`ops.decomposed`). And one that auto does not choose: "stream_k",
-            in-kernel, with the product cut into equal shares of k-steps (`kernels.gemm_rs_stream_k`).
+            product, then one exchange kernel, or both in one kernel up to 64 rows, as "sequential/torch" and "sequential/fused" do
+            always (`ops.sequential`); "decomposed", not in float32: one product a chunk, each chunk by the copy engine
+            (`ops.decomposed`). And one that auto does not choose: "stream_k", in-kernel, with the product cut into equal shares of
+            k-steps (`kernels.gemm_rs_stream_k`).
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.

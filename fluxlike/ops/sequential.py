@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .context import Context
 
 NAME = "sequential"
+#: It, with the product by torch, or with both in one kernel, which is refused where that cannot be.
+TORCH, FUSED = f"{NAME}/torch", f"{NAME}/fused"
 #: Bytes of all parts up to which auto may choose it, and has memory for it, but in fp32.
 LIMIT = 16 << 20
 
@@ -71,9 +73,9 @@ def scatter(
 ) -> Plan:
     """For calls of gemm_rs, on GPUs in one kernel where that is possible on this rank."""
     m, n = len(x), len(weight)
-    if ctx.exchange is not None and fused.is_usual(ctx.exchange) and fused.unfit(ctx.exchange, x, weight, bias, y) is None:
+    if ctx.exchange is not None and _may_be_fused(ctx) and _is_fit(ctx, fused.unfit(ctx.exchange, x, weight, bias, y)):
         launch = fused.launch(ctx.exchange, x, weight, bias, y)
-        return Plan(y, full, [], told(f"{NAME}/fused", M=m, N=n, by=NAME), launch)
+        return Plan(y, full, [], told(FUSED, M=m, N=n, by=NAME), launch)
     return plan(ctx, m, n, y, full, M=m, N=n)
 
 
@@ -88,14 +90,28 @@ def gather(
 ) -> Plan:
     """For calls of ag_gemm; on GPUs the gather and the first product in one kernel where that is possible on this rank."""
     k, x = x.shape[1], x.contiguous()
-    if ctx.exchange is not None and fused.is_usual(ctx.exchange):
+    if ctx.exchange is not None and _may_be_fused(ctx) and (ctx.schedule == FUSED or weights[0].nbytes <= fused.GATHERED):
         whole, parts = ctx.scratch[: m * k].view(m, k), _pieces(ctx, m, k, full)
         operands = weights[0], biases[0], results[0]
-        aligned = x.data_ptr() % again.ALIGNED == 0
-        if len(parts) == 1 and aligned and fused.gather_unfit(ctx.exchange, whole, *operands) is None:
+        unfit = fused.gather_unfit(ctx.exchange, whole, *operands)
+        if len(parts) > 1 or x.data_ptr() % again.ALIGNED:
+            unfit = f"x does not lie at a multiple of {again.ALIGNED} bytes, or goes in pieces"
+        if _is_fit(ctx, unfit):
             launch = fused.gather_launch(ctx.exchange, x, whole, *operands, parts[0][1])
-            return Plan(whole, full, [], told(f"{NAME}/fused", M=m, K=k, by=NAME), launch)
+            return Plan(whole, full, [], told(FUSED, M=m, K=k, by=NAME), launch)
     return plan(ctx, m, k, x, full, M=m, K=k)
+
+
+def _may_be_fused(ctx: "Context") -> bool:
+    assert ctx.exchange is not None
+    return ctx.schedule != TORCH and (ctx.schedule == FUSED or fused.is_usual(ctx.exchange))
+
+
+def _is_fit(ctx: "Context", unfit: str | None) -> bool:
+    """Whether nothing is in the way; ValueError if something is where no other way is allowed."""
+    if unfit and ctx.schedule == FUSED:
+        raise ValueError(f"{ctx.op}: this context has schedule={FUSED!r}, and {unfit}; make one with schedule={NAME!r} or 'auto'")
+    return not unfit
 
 
 def _pieces(ctx: "Context", m: int, columns: int, full: int) -> list[tuple[int, exchange.Parts]]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fluxlike
 
+from ..ops import sequential
 from ..ops.ag_gemm import AGGemmContext
 from ..ops.all_reduce import ALGORITHMS
 from ..ops.context import SCHEDULES
@@ -116,8 +117,8 @@ class Problem(ABC):
     OURS: ClassVar[tuple[str, ...]] = (*(name for name in SCHEDULES if name != "auto"), "auto")
     ON_GPUS: ClassVar[tuple[str, ...]] = ("gemm", "torch", "async_tp")
     ON_CPUS: ClassVar[tuple[str, ...]] = ("reference",)
-    #: Methods of ours that run only if they are named: those that are ``auto`` between nodes, by `NodesContext.together`, calls
-    #: that name no context, by whether they say the sizes of all ranks, and `ANEW`.
+    #: Methods of ours that run only if they are named: few rows by torch's product or in one kernel; those that are ``auto``
+    #: between nodes, by `NodesContext.together`; calls that name no context, by whether they say the sizes of all; and `ANEW`.
     ON_REQUEST: ClassVar[tuple[str, ...]] = ()
     #: Others that run only if they are named, but for those of `ON_GPUS` on GPUs and of `ON_CPUS` without.
     PEERS_ON_REQUEST: ClassVar[tuple[str, ...]] = ()
@@ -262,7 +263,7 @@ ANEW = "anew"
 
 class GemmRS(Problem):
     kept_by = GemmRSContext, "gemm_rs"
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID, ANEW), _WAYS, _SAID
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (sequential.TORCH, sequential.FUSED, *_WAYS, *_SAID, ANEW), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["gemm_rs"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -320,7 +321,7 @@ class GemmRS(Problem):
 
 class AGGemm(Problem):
     kept_by = AGGemmContext, "ag_gemm"
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (*_WAYS, *_SAID, ANEW), _WAYS, _SAID
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (sequential.TORCH, sequential.FUSED, *_WAYS, *_SAID, ANEW), _WAYS, _SAID
     SUITES: ClassVar = {name: suite["ag_gemm"] for name, suite in SUITES.items()}
 
     @classmethod
@@ -370,7 +371,7 @@ class GemmAR(GemmRS):
     """As gemm_rs, with the whole sum on every rank."""
 
     OURS = (*ALGORITHMS, "auto")
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = (), {}, {}
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = ("one_shot/fused",), {}, {}
     ON_GPUS = ("gemm", "torch")
     UNBOUNDED = ("torch", "reference")
     SUITES: ClassVar = {
@@ -395,8 +396,9 @@ class GemmAR(GemmRS):
         return indivisible(ranks, K=shape.k)
 
     def context(self, schedule: str) -> Any:
-        product = "auto" if schedule == "auto" else "torch"  # else one_shot would be what auto is
-        return fluxlike.create_gemm_ar_context(self.shape.m, self.shape.n, self.dtype, algo=schedule, product=product)
+        algo, _, product = schedule.partition("/")
+        product = product or ("auto" if schedule == "auto" else "torch")  # else one_shot would be what auto is
+        return fluxlike.create_gemm_ar_context(self.shape.m, self.shape.n, self.dtype, algo=algo, product=product)
 
     def ours(self, context: Any) -> torch.Tensor:
         return fluxlike.gemm_ar(self.x, self.weight, context, out=self.out)
