@@ -1,5 +1,6 @@
 """One process as one rank of several: right results, and nobody is waited for."""
 
+import errno
 import json
 
 import pytest
@@ -18,6 +19,15 @@ def test_results_are_those_of_the_rank(op, tmp_path, capsys):
     assert [row["shape"] for row in record["results"]] == [[96, 64, 64], [130, 96, 80]] and record["ranks"] == 3
     said = capsys.readouterr().out
     assert ("one rank" if torch.cuda.is_available() else "96×64×64: right") in said and not world.is_initialized()
+
+
+def test_figures_that_cannot_be_written(monkeypatch, tmp_path, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tool.Path, "write_text", full)
+    assert tool.main(["gemm_rs", "--shapes", "16x16x16", "--rounds", "1", "--json", str(tmp_path / "record.json")]) == 1
+    assert capsys.readouterr().err == "alone: the figures could not be written: [Errno 28] No space left on device\n"
 
 
 def test_a_wrong_result_is_told(monkeypatch, capsys):

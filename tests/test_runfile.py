@@ -1,6 +1,7 @@
 """The tools that run a program: it runs as under Python itself, and with what the tool is for switched on."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -202,6 +203,19 @@ def test_the_cost_is_the_median_of_rounds_by_turns(monkeypatch, tmp_path, capsys
     }  # fmt: skip
     assert record["environment"]["command"][:2] == ["racecheck", "--cost"] and "M = N = K = 16" in record["what"]
     assert "| ag_gemm, copy_engine | 4.000 | 4.000 | 1.0 |" in capsys.readouterr().out
+
+
+def test_a_cost_that_cannot_be_written(monkeypatch, tmp_path, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.delenv("RANK", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(racecheck_cost.topo, "stamp", lambda arguments, tool: {})
+        patched.setattr(racecheck_cost, "launched", lambda size, checked: [1.0] * len(racecheck_cost.CASES))
+        patched.setattr(racecheck_cost.topo, "write", full)
+        assert cost_main("--rounds", "1", "--out", str(tmp_path)) == 1
+    assert capsys.readouterr().err == "racecheck: the figures could not be written: [Errno 28] No space left on device\n"
 
 
 def test_the_cost_where_the_ranks_fail(monkeypatch, capsys):

@@ -181,7 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike alone",
         description="What a call costs beside its product, on one GPU that plays one rank of several (protocol: the module).",
-        epilog="Exit status: 1 if a result is wrong.",
+        epilog="Exit status: 1 if a result is wrong or the file could not be written.",
     )
     parser.add_argument("op", choices=("gemm_rs", "ag_gemm"))
     command.add_shapes(parser, suites=SUITES)
@@ -216,5 +216,9 @@ def main(argv: list[str] | None = None) -> int:
         print(line(shape, found), flush=True)
     if asked.json:
         how = {name: getattr(asked, name) for name in ("op", "ranks", "dtype", "rounds")}
-        Path(asked.json).write_text(json.dumps(how | {"results": rows, "environment": stamp}, indent=1) + "\n")
+        try:
+            Path(asked.json).write_text(json.dumps(how | {"results": rows, "environment": stamp}, indent=1) + "\n")
+        except OSError as error:
+            print(f"alone: the figures could not be written: {error}", file=sys.stderr)
+            return 1
     return 0

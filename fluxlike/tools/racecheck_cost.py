@@ -124,7 +124,11 @@ def main(argv: list[str]) -> int:
             f"of {CALLS} calls after one, behind a barrier each; FLUXLIKE_RACECHECK 0 and 1, each in processes of its own, by "
             f"turns; medians of {asked.rounds} such runs, and the runs"
         )
-        topo.write(str(Path(asked.out) / "racecheck-cost.json"), {"environment": stamp, "what": what, "rows": found})
+        try:
+            topo.write(str(Path(asked.out) / "racecheck-cost.json"), {"environment": stamp, "what": what, "rows": found})
+        except OSError as error:
+            print(f"racecheck: the figures could not be written: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

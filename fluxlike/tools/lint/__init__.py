@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -37,7 +38,7 @@ def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs:
         return
     with tempfile.TemporaryDirectory(prefix="fluxlike-lint-") as folder:
         others = set(multiprocessing.active_children())
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _writes_to, (folder,)) as pool:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (folder,)) as pool:
             try:
                 for coming in [pool.submit(check, *one) for one in work]:
                     yield from coming.result()
@@ -47,9 +48,15 @@ def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs:
                 raise
 
 
-def _writes_to(folder: str) -> None:
-    """All temporary files of this process, which may be ended, to where another one removes them."""
+def _begin(folder: str) -> None:
+    """Of a process of the pool: its temporary files go to where the parent removes them, and it ends with that, if killed, too."""
+
+    def end_with(parent: Any) -> None:
+        parent.join()
+        os._exit(1)
+
     tempfile.tempdir = folder
+    threading.Thread(target=end_with, args=(multiprocessing.parent_process(),), daemon=True).start()
 
 
 def launches_of(file: str, args: list[str]) -> tuple[int, list[Launch]]:
