@@ -73,8 +73,9 @@ def scatter(
 ) -> Plan:
     """For calls of gemm_rs, on GPUs in one kernel where that is possible on this rank."""
     m, n = len(x), len(weight)
-    if ctx.exchange is not None and _may_be_fused(ctx) and _is_fit(ctx, fused.unfit(ctx.exchange, x, weight, bias, y)):
-        launch = fused.launch(ctx.exchange, x, weight, bias, y)
+    inner = ctx.exchange
+    if inner is not None and _may_be_fused(ctx) and _is_fit(ctx, fused.unfit(inner, x, weight, bias, y, full)):
+        launch = fused.launch(inner, x, weight, bias, y)
         return Plan(y, full, [], told(FUSED, M=m, N=n, by=NAME), launch)
     return plan(ctx, m, n, y, full, M=m, N=n)
 
