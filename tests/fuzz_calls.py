@@ -78,7 +78,7 @@ OPERAND_FAULTS = {
     "x is a vector": ("x is (", "2 dimensions"),
     "x is a number": ("x is float", "2 dimensions"),
     "x is missing": ("x is NoneType",),
-    "x is on meta": ("x is on meta", ".to("),
+    "x is on meta": ("x", "on meta", ".to("),  # or the weight is on another device than x on meta
     "x is sparse": ("x", "sparse", "to_dense"),
     "x has no memory": ("x", "no memory"),
     "x is a negative view": ("x", "resolve_neg"),

@@ -56,7 +56,7 @@ CALLS = {
     "rooted_bulk": ("reduce", "bulk"),
     "rooted_relay": ("reduce", "two_shot"),
     "sparse": ("sparse_all_reduce", "owned"),
-    "fused": ("gemm_ar", "fused", "few"),
+    "fused": ("gemm_ar", "two_shot", "few"),
 }
 #: Those that have more code where they share the last wave of tiles.
 SHARING = ("gemm_rs_kernel", "ag_gemm_kernel")

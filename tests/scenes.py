@@ -205,16 +205,23 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
 
 
 def _fused(ranks: int, rank: int, call: int, several: bool, kind: str) -> bool:
-    """gemm_ar in one kernel: three programs with several pieces each, or one with one. Then ag_gemm, of several blocks or
-    one, whose words are not lost."""
+    """gemm_ar in one kernel: three programs with several pieces each, or one with one. Then in two trips, and ag_gemm, of
+    several blocks or one, whose words are not lost."""
     fused.is_usual = lambda ctx: True
-    known = (ctx for ctx in world.current().contexts if isinstance(ctx, gemm_ar.GemmARContext))
-    ctx = next(known, None) or fluxlike.create_gemm_ar_context(64, 192, torch.float16, product="fused")
-    (m, n), generator = (64, 192) if several else (32, 32), torch.Generator().manual_seed(call)
-    x = torch.randint(-2, 3, (ranks, m, 32), generator=generator).half()
-    w = torch.randint(-2, 3, (ranks, n, 32), generator=generator).half()
-    y = fluxlike.gemm_ar(x[rank], w[rank], ctx)
-    right = torch.equal(y.float(), _exact(torch.einsum("rmk,rnk->mn", x.float(), w.float())))
+    generator = torch.Generator().manual_seed(call)
+
+    def one(algo: str, m: int, n: int) -> bool:
+        known = (ctx for ctx in world.current().contexts if isinstance(ctx, gemm_ar.GemmARContext) and ctx.algo == algo)
+        ctx = next(known, None) or fluxlike.create_gemm_ar_context(64, 192, torch.float16, algo=algo, product="fused")
+        x = torch.randint(-2, 3, (ranks, m, 32), generator=generator).half()
+        w = torch.randint(-2, 3, (ranks, n, 32), generator=generator).half()
+        y = fluxlike.gemm_ar(x[rank], w[rank], ctx)
+        return torch.equal(y.float(), _exact(torch.einsum("rmk,rnk->mn", x.float(), w.float())))
+
+    n = 192 if several else 32
+    right = one("one_shot", 64 if several else 32, n)
+    if kind not in ("lost", "overtaken"):
+        right &= one("two_shot", *((48, 192) if several else (24, 128)))
     if kind == "lost" or (kind == "overtaken" and call < CALLS[kind] - 1):  # the gathers follow one another, and wait for all
         return right
     made = (ctx for ctx in world.current().contexts if ctx.op == "ag_gemm" and hasattr(ctx, "schedule"))

@@ -296,11 +296,12 @@ def test_ways_between_nodes(op):
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm", "gemm_ar"))
 def test_few_rows_in_one_kernel_or_not(op):
-    methods = ["one_shot", "one_shot/fused"] if op == "gemm_ar" else ["sequential/torch", "sequential/fused"]
+    ways = ("one_shot", "two_shot") if op == "gemm_ar" else ("sequential",)
+    methods = [f"{way}{how}" for how in ("" if op == "gemm_ar" else "/torch", "/fused") for way in ways]
     argv = [op, "--rounds", "1", "--methods", ",".join(methods)]
     for found, bad in values(ranks.run_fresh(run_shape, 2, argv=argv, shape=(32, 64, 64))):
         paths = [(row.path, row.status) for row in found["eager"].values()]
-        assert not bad and paths == [(f"{methods[0].partition('/')[0]}/{how}", "ok") for how in ("torch", "fused")], paths
+        assert not bad and paths == [(f"{way}/{how}", "ok") for how in ("torch", "fused") for way in ways], paths
 
 
 def kept_for_other_sizes():

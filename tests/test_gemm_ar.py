@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import make_weight, same
-from ranks import device, exact, ints, run_ranks
+from ranks import TORCHRUN, device, exact, ints, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.ops import all_reduce, exchange
@@ -69,20 +69,27 @@ def fused_sizes():
     return (1, 1024, 16), (32, 96, 32), (16, 64, 80), (20, 256, 48), (64, 64 * (world.current().executor.programs // 2 + 1), 144)
 
 
-def fused(group, dtype):
+def two_shot_sizes(size):
+    """Each rank's part of whole blocks, of several rows and of one; the last with as many rows and programs as there may be."""
+    programs = world.current().executor.programs
+    most = 64 // size // 16 * 16 * size, 64 * (programs // 2 + 1), 144
+    return (size, 1024, 16), (8 * size, 128, 80), (4 * size, 256, 48), (8 * size, 384, 32), most
+
+
+def fused(group, dtype, algo):
     """Small whole numbers, with and without a bias; the same bits again; nothing left in memory for the call behind it."""
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    sizes = fused_sizes()
-    with fluxlike.create_gemm_ar_context(64, max(n for _, n, _ in sizes), dtype, group, product="fused") as ctx:
+    sizes = fused_sizes() if algo == "one_shot" else two_shot_sizes(size)
+    with fluxlike.create_gemm_ar_context(64, max(n for _, n, _ in sizes), dtype, group, algo, product="fused") as ctx:
         for seed, (m, n, k) in enumerate(sizes):
             x, w, b = inputs(m, n, k, dtype, seed, rank)
             bias = b if seed % 2 else None
             for out in (None, torch.full((m, n), 7.0, dtype=dtype, device=device())):
                 y = fluxlike.gemm_ar(x, w, ctx, bias=bias, out=out)
                 same(y, truth(m, n, k, dtype, seed, size, bias is not None), f"gemm_ar {m}×{n}×{k} fused")
-                assert ctx.last_path == "one_shot/fused" and (out is None or y is out)
+                assert ctx.last_path == f"{algo}/fused" and (out is None or y is out)
         assert ctx.stats["launches"] == ctx.stats["calls"] == 2 * len(sizes) and ctx.stats["products"] == 0
-        x = torch.randn(16, 144, generator=torch.Generator().manual_seed(rank)).to(device(), dtype)
+        x = torch.randn(8 * size, 144, generator=torch.Generator().manual_seed(rank)).to(device(), dtype)
         w = torch.randn(1024, 144, generator=torch.Generator().manual_seed(rank + 9)).to(device(), dtype)
         first, again = (fluxlike.gemm_ar(x, w, ctx) for _ in range(2))
         assert torch.equal(first, again)
@@ -96,28 +103,53 @@ def fused(group, dtype):
         assert y[3].isnan().all() and not y[:3].isnan().any() and torch.equal(y[4:], first[4:])
 
 
+@pytest.mark.parametrize("algo", ("one_shot", "two_shot"))
 @pytest.mark.parametrize(("world", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
-def test_fused(world, dtype):
-    run_ranks(fused, world, dtype=dtype)
+def test_fused(world, dtype, algo):
+    run_ranks(fused, world, dtype=dtype, algo=algo)
 
 
-def mixed(group):
+def mixed(group, algo):
     """A weight that one rank stores otherwise is its own affair: it multiplies by torch, the others in one kernel."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(few, "is_usual", lambda ctx: True)  # not so on a CPU
-        with fluxlike.create_gemm_ar_context(32, 1024, torch.bfloat16, group, "one_shot") as ctx:
-            for seed, (m, n, k) in enumerate(((32, 96, 32), (1, 1024, 16), (16, 64, 48))):
+        one_shot, of_parts = ((32, 96, 32), (1, 1024, 16), (16, 64, 48)), two_shot_sizes(size)[:3]
+        with fluxlike.create_gemm_ar_context(64, 1024, torch.bfloat16, group, algo) as ctx:
+            for seed, (m, n, k) in enumerate(one_shot if algo == "one_shot" else of_parts):
                 for transposed in (0, seed % size, seed % size):
                     x, w, b = inputs(m, n, k, torch.bfloat16, seed, rank, transposed=rank == transposed)
                     y = fluxlike.gemm_ar(x, w, ctx, bias=b)
                     same(y, truth(m, n, k, torch.bfloat16, seed, size, True), f"gemm_ar {m}×{n}×{k}")
-                    assert ctx.last_path == ("one_shot/torch" if rank == transposed else "one_shot/fused")
+                    assert ctx.last_path == f"{algo}/{'torch' if rank == transposed else 'fused'}"
 
 
+@pytest.mark.parametrize("algo", ("one_shot", "two_shot"))
 @pytest.mark.parametrize("ranks", (2, 3))
-def test_one_rank_by_torch_and_the_others_in_one_kernel(ranks):
-    run_ranks(mixed, ranks)
+def test_one_rank_by_torch_and_the_others_in_one_kernel(ranks, algo):
+    run_ranks(mixed, ranks, algo=algo)
+
+
+def many_turns(group):
+    """A part that takes the other kernel more than two turns: its third waits for sums of which the fused one lacks words."""
+    fluxlike.init()
+    rank, dtype = dist.get_rank(group), torch.bfloat16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few, "is_usual", lambda ctx: True)
+        with fluxlike.create_gemm_ar_context(64, 4096, dtype, group, "two_shot") as ctx:
+            x, w, _ = inputs(64, 4096, 16, dtype, 5, rank, transposed=rank == 1)
+            same(fluxlike.gemm_ar(x, w, ctx), truth(64, 4096, 16, dtype, 5, 2, False), "gemm_ar of many turns")
+            assert ctx.last_path == "two_shot/torch"
+    ctx = fluxlike.create_gemm_ar_context(64, 4096, dtype, group, "two_shot", "fused")
+    with ctx, pytest.raises(ValueError, match=r"the part of a rank, \[32, 4096\], takes other kernels more than two turns; make"):
+        fluxlike.gemm_ar(x, w, ctx)
+    fluxlike.finalize()
+
+
+@pytest.mark.skipif(TORCHRUN, reason="makes its own ranks")
+def test_many_turns():
+    for outcome in run_fresh(many_turns, 2, env={"FLUXLIKE_CPU_PROGRAMS": "1", "FLUXLIKE_TIMEOUT_S": "10"}):
+        assert outcome.ok, str(outcome)
 
 
 def test_tiles():
@@ -166,7 +198,7 @@ def not_fused(group):
         ctx.close()
     for how, says in (
         (dict(product="kernel"), "product='kernel' is not one of 'auto', 'torch', 'fused'"),
-        (dict(algo="two_shot"), "product='fused' has algo='one_shot', not 'two_shot'"),
+        (dict(algo="bulk"), "product='fused' has algo='one_shot' or 'two_shot', not 'bulk'"),
         (dict(dtype=torch.float32), "for 16 bits, and max_m up to 64, not for torch.float32"),
         (dict(max_m=65), "for 16 bits, and max_m up to 64, not for max_m=65"),
     ):

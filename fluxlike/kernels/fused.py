@@ -1,7 +1,7 @@
 """GEMM + AllReduce, GEMM + ReduceScatter and AllGather + GEMM of few rows, each in one kernel. The design record.
 
 ``product_fused_kernel`` computes Σ_ranks x · Wᵀ (+ bias), x [M, K] and W [N, K] of the rank, M ≤ 64; on every rank all rows,
-y [M, N] or, PARTS, the rank's own chunk of them, y [M / R, N].
+y [M, N], or the rank's own chunk of them, y [M / R, N].
 
 With few rows a product lasts as long as its weight takes to come from memory. Each program has BN columns of y, so BN rows of W,
 and reads them from end to end; together they are as fast as memory, which cuBLAS is not at all of these sizes. What a program
@@ -9,15 +9,21 @@ has is then a part of the result on every rank: it pushes it to the peers, as wo
 them in fp32 in the order of the ranks, rounded once. No launch and no trip through memory is between product and exchange, and the
 host makes one launch where it made two calls.
 
-On the wire this is a call of `all_reduce.all_reduce_one_shot_kernel` or, PARTS, of `exchange.exchange_words_kernel`: the same rows,
-in which the word of elements i and i + 1 of a part lies at place i / 2, and the same count of calls; the blocks of those kernels
-are all whole, as parts are multiples of theirs. What is said there of what may be overwritten holds here. So each rank is free to
-make its part of a call by this kernel, or by torch's product and that one: a weight that is stored otherwise on one rank is that
-rank's affair.
+    one shot      everything goes to everybody, and every rank adds it
+    SCATTER       each rank's rows go to it, which adds them (GEMM + ReduceScatter)
+    and GATHER    and pushes the sums to everybody, in rows behind the others; each takes those of its columns
+
+On the wire this is a call of `all_reduce.all_reduce_one_shot_kernel` or, SCATTER, of `exchange.exchange_words_kernel`: the same
+rows, in which the word of elements i and i + 1 of a part lies at place i / 2, and the same count of calls; the blocks of those
+kernels are all whole, as parts are multiples of theirs. What is said there of what may be overwritten holds here. So each rank is
+free to make its part of a call by this kernel, or by torch's product and that one: a weight that is stored otherwise on one rank is
+that rank's affair.
 
 Programs wait for words that other programs push there: by tiles here, by blocks where a rank has the other kernel. Every program
-has pushed all it has before it waits, and all of a launch run at once: there are no more than multiprocessors take (`ops.fused`).
-So nobody waits for a program that waits for a place.
+pushes its product before it waits, and all of a launch run at once: there are no more than multiprocessors take (`ops.fused`). So
+nobody waits for a program that waits for a place. Sums follow when the words of a whole column are there, which are in blocks all
+over a part; in the other kernel a program takes the first sums in its third turn, so that has two at most (`ops.fused`), and pushes
+all that it has before.
 
 What is computed is W · xᵀ: tensor cores of Hopper take 64 rows at least, which W has, and few columns, which the rows of x are
 then. Products are summed in fp32, a bias is added (by the first rank, or by the owner of rows), and the sum rounded to the dtype,
@@ -81,23 +87,24 @@ def product(
 def product_fused_kernel(
     x, w, y, bias, epochs, ctl, M, N, K, stride_x, stride_w, capacity, offset, rank,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
-    PARTS: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
+    SCATTER: tl.constexpr, GATHER: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call; a program for every BN columns. N, K and strides are multiples of 16, addresses of 16 bytes, y has no gaps.
 
     ``capacity``: blocks, of WORDS words each, of a row of the exchange. S: R rounded up to a power of two. B: words of a piece of
-    a tile. PARTS: R divides M. MOST: programs that a launch may have.
+    a tile. SCATTER: R divides M. GATHER: y is all rows, not the own chunk. MOST: programs that a launch may have.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
     N, K, stride_x, stride_w = vectorised(N, K, stride_x, stride_w, True)
     column = program * BN
-    rows = M // R if PARTS else M
-    own = rank * rows if PARTS else 0
-    sets: tl.constexpr = R - 1 if PARTS else 2 * (R - 1)  # rows of a set
+    rows = M // R if SCATTER else M
+    own = rank * rows if SCATTER else 0
+    sets: tl.constexpr = 2 * (R - 1) if GATHER else R - 1  # rows of a set
     element: tl.constexpr = y.dtype.element_ty
     pieces: tl.constexpr = BM * BN // 2 // B
-    tile = product(x, w, bias, column, own, rows, M, N, K, stride_x, stride_w, BM, BN, BK, BIAS)
+    first = 0 if GATHER else own
+    tile = product(x, w, bias, column, first, M if GATHER else rows, M, N, K, stride_x, stride_w, BM, BN, BK, BIAS)
     low, high = tl.split(tl.reshape(tile, (BM * BN // 2, 2)))
     words = sendable(pack(low, high, element, 2))
     pitch = capacity.to(tl.int64) * WORDS
@@ -105,11 +112,13 @@ def product_fused_kernel(
         mine = piece(words, number, pieces, B)
         for step in tl.static_range(1, R):
             peer = (rank + step) % R
-            at, inside = places(number, peer * rows if PARTS else 0, rows, column, N, BN, B)
+            at, inside = places(number, peer * rows if SCATTER else 0, rows, column, N, BN, B)
             there = row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, sets)
             put_at(tl.multiple_of(there + at, 16), inside, mine)
     here = row_of(ctl, rank, offset, epoch, 0, pitch, sets)
     source = tl.arange(0, S)[None, :]
+    y = y.to(tl.pointer_type(tl.int32), bitcast=True)
+    start = (tl.zeros((), tl.int64) + own - first) * (N // 16 * 8)
     for number in tl.static_range(pieces):
         mine = piece(words, number, pieces, B)
         at, inside = places(number, own, rows, column, N, BN, B)
@@ -118,7 +127,21 @@ def product_fused_kernel(
         kept, sources = tl.broadcast_to(mine[:, None], (B, S)), tl.broadcast_to(source, (B, S))
         got = take_words(pointers, theirs, kept, sources, ctl, rank, WAIT_PARTIAL, R)
         result = reduce_words(got, element, SUM, R, S, 2)
-        tl.store(tl.multiple_of(y.to(tl.pointer_type(tl.int32), bitcast=True) + at, 16), result, mask=inside)
+        if SCATTER and GATHER:
+            result = sendable(result)  # here, too: the same bits on all ranks
+            for step in tl.static_range(1, R):
+                peer = (rank + step) % R
+                there = row_of(ctl, peer, offset, epoch, R - 1 + row_from(rank, peer), pitch, sets)
+                put_at(tl.multiple_of(there + at, 16), inside, result)
+        tl.store(tl.multiple_of(y + start + at, 16), result, mask=inside)
+    if SCATTER and GATHER:
+        for number in tl.static_range(pieces):
+            at, inside = places(number, 0, M, column, N, BN, B)
+            owner = (number * B + tl.arange(0, B)) // (BN // 2) // rows
+            begin = here + (R - 1 + row_from(owner, rank)) * pitch - owner.to(tl.int64) * rows * (N // 16 * 8)
+            none = tl.zeros((B,), tl.int32)
+            got = take_words(tl.multiple_of(begin + at, 16), inside & (owner != rank), none, owner, ctl, rank, WAIT_RESULT, R)
+            tl.store(tl.multiple_of(y + at, 16), got, mask=inside & (owner != rank))
     advance(epochs, ctl, epoch, MOST)
 
 

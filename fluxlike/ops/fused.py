@@ -71,12 +71,14 @@ def unfit(
 ) -> str | None:
     """Why a product that is then exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks.
 
-    ``full``: rows of the largest part; what y itself has would not do, as one rank may have all rows, or a mean number of them.
+    ``full``: rows of the largest part, or all in one shot; what y has would not do, as it may be all rows, or their mean number.
     """
-    m, n = len(x), len(weight)
-    parts = 1 if ctx.kind.gather else ctx.size
-    if full * parts != m or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
-        return f"the part of a rank, [{len(y)}, {n}], is no multiple of {2 * exchange.WORDS} elements, or not the same on all"
+    m, n, block = len(x), len(weight), 2 * exchange.WORDS
+    parts = 1 if ctx.kind.gather and full == m else ctx.size
+    if full * parts != m or full * n % block:  # other kernels send whole blocks, and wait for them
+        return f"the part of a rank, [{full}, {n}], is no multiple of {block} elements, or not the same on all"
+    if ctx.kind.gather and parts > 1 and full * n // block > 2 * ctx.programs(exchange.MOST, exchange.OF_WORDS.over):
+        return f"the part of a rank, [{full}, {n}], takes other kernels more than two turns"
     if m > 1 and x.stride(0) % WHOLE:
         return f"strides {x.stride()} of x are not a multiple of {WHOLE} and 1"
     return _unread(ctx, m, weight, (x, bias, y))
@@ -95,7 +97,7 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
     if weight.dtype == torch.float32:
         return "it is of torch.float32"
     if tile_of(executor.capability, m, n, executor.programs) is None:
-        return f"M={m}, N={n} are too many for it"
+        return f"no tile of it suits M={m}, N={n}"
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
     if weight.stride(1) != 1 or weight.stride(0) % WHOLE:
@@ -106,7 +108,7 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
 
 
 def launch(
-    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> Prepared:
     """The launch of a call that is not `unfit`, planned at most once. It takes x, weight and y and, if there is one, the bias.
 
@@ -117,7 +119,7 @@ def launch(
     assert tile is not None
     constants = dict(R=ctx.size, S=1 << (ctx.size - 1).bit_length(), BM=tile.bm, BN=tile.bn, BK=tile.bk)
     constants |= dict(B=min(exchange.WORDS, tile.bm * tile.bn // 2), WORDS=exchange.WORDS)
-    constants |= dict(PARTS=not ctx.kind.gather, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
+    constants |= dict(SCATTER=full < m, GATHER=ctx.kind.gather, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
     stride = x.stride(0) if m > 1 else k  # that of a single row says nothing
     args = (x, weight, y, ctx.ctl if bias is None else bias, ctx.epochs, ctx.ctl)
     sizes = (m, n, k, stride, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
@@ -126,7 +128,7 @@ def launch(
     def make() -> Prepared:
         return ctx.prepare(product_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)
 
-    made: Prepared = ctx.plan(("fused", x.dtype, *sizes[:5], bias is None), make)[1]
+    made: Prepared = ctx.plan(("fused", x.dtype, *sizes[:5], full, bias is None), make)[1]
     return made
 
 

@@ -4,7 +4,7 @@ Meant for few rows, as in decoding. Two ways, which meet on the wire, so that ea
 
     torch    one product by torch (cuBLAS), then one kernel of `ops.all_reduce` out of this context's memory into the result.
              Nothing is overlapped; `ops.sequential` says why.
-    fused    both in one kernel, for few rows that go by one_shot (`kernels.fused`).
+    fused    both in one kernel, for few rows that go by one_shot or two_shot (`kernels.fused`).
 """
 
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..kernels.tiles import cdiv
 from ..runtime import racecheck
 from . import again, all_reduce, fused, tiling, validate
 from .context import check_arguments
@@ -40,7 +41,7 @@ class GemmARContext(ExchangeContext):
         with control.lock:
             control.agree("create_gemm_ar_context", (max_m, n, str(dtype), algo, product), error)
             self.max_m, self.n, self.dtype, self.product = max_m, n, dtype, product
-            self.algo = "one_shot" if product == "fused" else algo
+            self.algo = "one_shot" if product == "fused" and algo == "auto" else algo
             super().__init__(KIND, control, *all_reduce.room(max_m * n, dtype, control.size, self.algo))
         self.maker = "fluxlike.create_gemm_ar_context"
 
@@ -65,9 +66,10 @@ def create_gemm_ar_context(
             weight and the result. group: the tensor-parallel group; the one given to init if None.
         algo: how the partial sums are exchanged, one of `all_reduce`'s "one_shot", "two_shot", "bulk", or "auto".
         product: "torch", one product by torch and then the exchange; "fused", both in one kernel of ours, up to 64 rows of bfloat16
-            or float16, with algo "one_shot" (or "auto", which it then is); or "auto", fused on GPUs where that is expected to be
-            faster. A fused call needs M · N to be a multiple of 1024, N, K / R and the strides of x and weight to be ones of
-            16, a row-major weight, and addresses that are multiples of 16 bytes; else "auto" goes by torch.
+            or float16, with algo "one_shot" (or "auto", which it then is) or "two_shot"; or "auto", fused on GPUs where that is
+            expected to be faster. A fused call needs M · N, by two_shot M / R · N, to be a multiple of 1024, N, K / R and the
+            strides of x and weight to be ones of 16, a row-major weight, and addresses that are multiples of 16 bytes; else "auto"
+            goes by torch.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
@@ -162,8 +164,8 @@ def _check_product(product: str, algo: str, dtype: torch.dtype, max_m: int) -> V
         return ValueError(f"gemm_ar: product={product!r} is not one of {', '.join(map(repr, PRODUCTS))}")
     if product != "fused":
         return None
-    if algo not in ("auto", "one_shot"):
-        return ValueError(f"gemm_ar: product='fused' has algo='one_shot', not {algo!r}; name that, or product='torch'")
+    if algo == "bulk":
+        return ValueError(f"gemm_ar: product='fused' has algo='one_shot' or 'two_shot', not {algo!r}; name one, or product='torch'")
     misfit = fused.misfit(dtype, max_m)
     return ValueError(f"gemm_ar: product='fused' {misfit}; leave it 'auto'") if misfit else None
 
@@ -182,11 +184,14 @@ class _Plan(NamedTuple):
 def _plan(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
     m, n = y.shape
     algo = all_reduce.choose(y.nbytes, ctx.size) if ctx.algo == "auto" else ctx.algo
-    unfit = fused.unfit(ctx, x, weight, bias, y, m) if ctx.size > 1 and algo == "one_shot" else "it goes otherwise"
+    full = m if algo == "one_shot" else cdiv(m, ctx.size)
+    unfit = fused.unfit(ctx, x, weight, bias, y, full) if ctx.size > 1 and algo != "bulk" else "it goes otherwise"
+    if y.nbytes > all_reduce.most_bytes(ctx.size, algo):
+        unfit = unfit or "it goes in pieces"
     if ctx.product == "fused" and unfit and ctx.size > 1:
         raise ValueError(f"gemm_ar: this context has product='fused', and {unfit}; make one with product='auto' or 'torch'")
     if not unfit and (ctx.product == "fused" or (ctx.product == "auto" and fused.is_usual(ctx))):
-        launch = fused.launch(ctx, x, weight, None if ctx.rank else bias, y)
+        launch = fused.launch(ctx, x, weight, None if ctx.rank else bias, y, full)
         return _Plan(told(f"{algo}/fused", M=m, N=n), None, [], launch)
     call = told(f"{algo}/torch", M=m, N=n)
     if ctx.size == 1:

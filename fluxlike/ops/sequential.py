@@ -75,7 +75,7 @@ def scatter(
     m, n = len(x), len(weight)
     inner = ctx.exchange
     if inner is not None and _may_be_fused(ctx) and _is_fit(ctx, fused.unfit(inner, x, weight, bias, y, full)):
-        launch = fused.launch(inner, x, weight, bias, y)
+        launch = fused.launch(inner, x, weight, bias, y, full)
         return Plan(y, full, [], told(FUSED, M=m, N=n, by=NAME), launch)
     return plan(ctx, m, n, y, full, M=m, N=n)
 

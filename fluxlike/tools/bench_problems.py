@@ -371,7 +371,7 @@ class GemmAR(GemmRS):
     """As gemm_rs, with the whole sum on every rank."""
 
     OURS = (*ALGORITHMS, "auto")
-    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = ("one_shot/fused",), {}, {}
+    ON_REQUEST, BETWEEN_NODES, WITHOUT_CONTEXT = ("one_shot/fused", "two_shot/fused"), {}, {}
     ON_GPUS = ("gemm", "torch")
     UNBOUNDED = ("torch", "reference")
     SUITES: ClassVar = {

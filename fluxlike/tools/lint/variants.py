@@ -105,9 +105,10 @@ def cases(capability: int) -> list[Case]:
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     found += [Case(op, "two_shot") for op in COLLECTIVES[:2]]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
-    found += [Case("gemm_ar", "fused", "few"), Case("ag_gemm", "sequential", "few")]
+    found += [Case("gemm_ar", "one_shot", "few"), Case("gemm_ar", "two_shot", "few"), Case("ag_gemm", "sequential", "few")]
     if capability == 90:
-        found += [Case("gemm_ar", "fused", "fewer", torch.float16), Case("gemm_ar", "fused", "rows", bias=True)]
+        found += [Case("gemm_ar", "one_shot", "fewer", torch.float16), Case("gemm_ar", "one_shot", "rows", bias=True)]
+        found.append(Case("gemm_ar", "two_shot", "rows", bias=True))
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
         found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
     if capability == 90:
@@ -178,7 +179,7 @@ def launches(case: Case, capability: int) -> list[Launch]:
             with closing(create_sparse_all_reduce_context((m, k), m, case.dtype, wire_dtype=wire)) as sparse:
                 sparse.run(sparse.pending_of(dry.tensor((m,), torch.int64), m, m), operand(m, k), m, "avg", sparse.owned, True)
         elif case.op == "gemm_ar":
-            with closing(create_gemm_ar_context(m, n, case.dtype, product=case.schedule)) as ar:
+            with closing(create_gemm_ar_context(m, n, case.dtype, algo=case.schedule, product="fused")) as ar:
                 gemm_ar(operand(m, k), weight, ar, bias=bias)
         elif case.op in COLLECTIVES:
             root = {"root": 0} if case.op in ("reduce", "broadcast") else {}
@@ -286,7 +287,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "sparse_index_rows_kernel": (0, 0, 0, 0),
         "sparse_index_owners_kernel": (0, 0, 0, 0),
     }[launch.name]
-    pieces = given["BM"] * given["BN"] // 2 // given["B"] if launch.name == "product_fused_kernel" else 0
+    pieces = 0  # of a tile, whose words are waited for, and those of the sums
+    if launch.name == "product_fused_kernel":
+        pieces = given["BM"] * given["BN"] // 2 // given["B"] * (1 + scatter * gather)
     words, mates = scatter + owners * gather, given.get("L", 1) > 1
     counts = _counts(launch.name, waits, releases, arrivals, peers, words, pieces, bool(last), mates)
     spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
