@@ -15,6 +15,7 @@ import fluxlike
 from fluxlike.kernels import exchange as kernels
 from fluxlike.kernels import fused as kernels_fused
 from fluxlike.ops import exchange, fused
+from fluxlike.ops import gemm_rs as products
 from fluxlike.runtime import env, programs, world
 
 M, N, K = 67, 96, 80
@@ -110,9 +111,19 @@ def in_one_kernel(group, dtype):
                 same(y, case.expected(rank), f"{m}×{n}×{k}, {unlike}")
                 possible = each * n % 1024 == 0 and fits(m, n) and rank != unlike
                 assert ctx.last_path == f"sequential/{'fused' if possible else 'torch'}"
-        case = RSCase(size + 1, 1024, [16] * size, dtype, 9)
-        same(fluxlike.gemm_rs(*case.inputs(rank)[:2], ctx), case.expected(rank), "uneven rows")
-        assert ctx.last_path == "sequential/torch"
+        for m in (1, size + 1):
+            case = RSCase(m, 1024, [16] * size, dtype, 9)
+            same(fluxlike.gemm_rs(*case.inputs(rank)[:2], ctx), case.expected(rank), f"{m} rows, uneven")
+            assert ctx.last_path == "sequential/torch"
+        # of a node among several: one rank has all rows, or one as many as each would have of even ones
+        for m, full in ((4, 4), (size, max(size - 1, 2))):
+            case = RSCase(m, 1024, [16] * size, dtype, 10)
+            (x, w, _), rows = case.inputs(rank), len(range(rank * full, min((rank + 1) * full, m)))
+            y = torch.full((rows, 1024), 7.0, dtype=dtype, device=device())
+            products.rows_of_a_node(ctx, x, w, None, y, full)
+            whole = torch.cat([case.expected(source) for source in range(size)])
+            same(y, whole[rank * full :][:rows], f"{m} rows, {full} a chunk")
+            assert ctx.last_path == "sequential/torch"
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))

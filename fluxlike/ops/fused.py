@@ -61,11 +61,15 @@ def is_usual(ctx: exchange.ExchangeContext) -> bool:
 
 
 def unfit(
-    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
+    ctx: exchange.ExchangeContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, full: int
 ) -> str | None:
-    """Why a product that is then exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks."""
+    """Why a product that is then exchanged in words, y on this rank, cannot be fused. What comes first is alike on all ranks.
+
+    ``full``: rows of the largest part; what y itself has would not do, as one rank may have all rows, or a mean number of them.
+    """
     m, n = len(x), len(weight)
-    if len(y) not in (m, m / ctx.size) or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
+    parts = 1 if ctx.kind.gather else ctx.size
+    if full * parts != m or y.numel() % (2 * exchange.WORDS):  # other kernels send whole blocks, and wait for them
         return f"the part of a rank, [{len(y)}, {n}], is no multiple of {2 * exchange.WORDS} elements, or not the same on all"
     if m > 1 and x.stride(0) % WHOLE:
         return f"strides {x.stride()} of x are not a multiple of {WHOLE} and 1"

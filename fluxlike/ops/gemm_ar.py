@@ -185,7 +185,7 @@ class _Plan(NamedTuple):
 def _plan(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> _Plan:
     m, n = y.shape
     algo = all_reduce.choose(y.nbytes, ctx.size) if ctx.algo == "auto" else ctx.algo
-    unfit = fused.unfit(ctx, x, weight, bias, y) if ctx.size > 1 and algo == "one_shot" else "it goes otherwise"
+    unfit = fused.unfit(ctx, x, weight, bias, y, m) if ctx.size > 1 and algo == "one_shot" else "it goes otherwise"
     if ctx.product == "fused" and unfit and ctx.size > 1:
         raise ValueError(f"gemm_ar: this context has product='fused', and {unfit}; make one with product='auto' or 'torch'")
     if not unfit and (ctx.product == "fused" or (ctx.product == "auto" and fused.is_usual(ctx))):

@@ -71,8 +71,9 @@ def scatter(
 ) -> Plan:
     """For calls of gemm_rs, on GPUs in one kernel where that is possible on this rank."""
     m, n = len(x), len(weight)
-    if ctx.exchange is not None and fused.is_usual(ctx.exchange) and fused.unfit(ctx.exchange, x, weight, bias, y) is None:
-        launch = fused.launch(ctx.exchange, x, weight, bias, y)
+    inner = ctx.exchange
+    if inner is not None and fused.is_usual(inner) and fused.unfit(inner, x, weight, bias, y, full) is None:
+        launch = fused.launch(inner, x, weight, bias, y)
         return Plan(y, full, [], told(f"{NAME}/fused", M=m, N=n, by=NAME), launch)
     return plan(ctx, m, n, y, full, M=m, N=n)
 
