@@ -196,6 +196,14 @@ def not_fused(group):
     same(fluxlike.gemm_ar(wide, w, kinds[0]), _sum(wide.double() @ w.double().T, group), "rows that lie apart")
     for ctx in kinds:
         ctx.close()
+    few = 64 * (max(world.current().executor.programs, 2) // 2)
+    with fluxlike.create_gemm_ar_context(64, few + 16, dtype, group, product="fused") as ctx:
+        x, w = x.new_ones(64, 32), w.new_ones(few + 16, 32)
+        if world.current().executor.programs > 1:
+            with pytest.raises(ValueError, match=f"M=64, N={few} are not for it here: .* up to 32 rows, 64 of N above {few}, and"):
+                fluxlike.gemm_ar(x, w[:few], ctx)
+        for m, n in ((64, few + 16), (32, few)):
+            same(fluxlike.gemm_ar(x[:m], w[:n], ctx), torch.full((m, n), 64.0, dtype=torch.float64), f"{m}×{n}, as it says")
     for how, says in (
         (dict(product="kernel"), "product='kernel' is not one of 'auto', 'torch', 'fused'"),
         (dict(algo="bulk"), "product='fused' has algo='one_shot' or 'two_shot', not 'bulk'"),

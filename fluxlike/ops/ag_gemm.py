@@ -126,8 +126,8 @@ def ag_gemm(
         for those of ``out``.
 
     Numerics: fp32 accumulation, one rounding; the same bits on every repeat. Where torch multiplies (``ctx.last_path`` has
-    "/torch"), it is as torch's settings have it: see `ops.sequential` and `ops.decomposed`. In float32 "auto" mostly has torch
-    multiply on GPUs, at IEEE precision unless torch's switches allow TF32.
+    "/torch"; where it has "/fused", by all weights but the first), it is as torch's settings have it: see `ops.sequential` and
+    `ops.decomposed`. In float32 "auto" mostly has torch multiply on GPUs, at IEEE precision unless torch's switches allow TF32.
 
     Gradients and torch.compile: as `gemm_rs` says. The backward is a gemm_rs, with the shard gathered again beneath it if a
     weight wants a gradient; with ``return_gathered`` the gathered input is kept instead, and itself carries no gradient.

@@ -51,8 +51,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
 class Context(GroupContext):
     """Memory and signals of one operation on one group; made by ``fluxlike.create_…_context``.
 
-    ``last_path``: transport and loads of the last call, as "copy_engine/tma"; "…/torch" where torch multiplied. ``stats``
-    also counts the copies queued, and products by torch.
+    ``last_path``: transport and loads of the last call, as "copy_engine/tma"; "…/torch" where torch multiplied, "…/fused" where
+    one kernel did that and exchanged. ``stats`` also counts the copies queued, and products by torch.
     """
 
     maker = "fluxlike.ops.context.Context"

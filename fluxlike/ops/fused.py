@@ -97,7 +97,9 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
     if weight.dtype == torch.float32:
         return "it is of torch.float32"
     if tile_of(executor.capability, m, n, executor.programs) is None:
-        return f"no tile of it suits M={m}, N={n}"
+        tiles = exchange.MOST if executor.capability == tiling.CPU else min(exchange.MOST, exchange.OVER * executor.programs)
+        wide = 64 * (executor.programs // 2)
+        return f"M={m}, N={n} are not for it here: it takes up to 32 rows, {ROWS} of N above {wide}, and N up to {128 * tiles}"
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
     if weight.stride(1) != 1 or weight.stride(0) % WHOLE:

@@ -68,8 +68,8 @@ def create_gemm_ar_context(
         product: "torch", one product by torch and then the exchange; "fused", both in one kernel of ours, up to 64 rows of bfloat16
             or float16, with algo "one_shot" (or "auto", which it then is) or "two_shot"; or "auto", fused on GPUs where that is
             expected to be faster. A fused call needs M · N, by two_shot M / R · N, to be a multiple of 1024, N, K / R and the
-            strides of x and weight to be ones of 16, a row-major weight, and addresses that are multiples of 16 bytes; else "auto"
-            goes by torch.
+            strides of x and weight to be ones of 16, a row-major weight, and addresses that are multiples of 16 bytes; and of more
+            than 32 rows, N above 32 for each multiprocessor. Else "auto" goes by torch.
 
     Raises:
         ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
