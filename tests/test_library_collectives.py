@@ -123,3 +123,40 @@ def compiled(group, backend, sizes):
 @pytest.mark.parametrize(("backend", "sizes"), (("aot_eager", (4, 7)), pytest.param("inductor", (6,), marks=pytest.mark.slow)))
 def test_compiled_makes_every_call(backend, sizes):
     run_ranks(compiled, 2, backend=backend, sizes=sizes)
+
+
+def traced(group):
+    """Graphs of torch.jit.trace and make_fx have the calls, not their results; what is no op says so, and none breaks a context."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = numbers(4, 3, dist.get_rank(group))
+    sparse = x.to_sparse()
+    makers = [lambda call: torch.jit.trace(call, (x,), check_trace=False)]
+    makers += [lambda call, kind=kind: make_fx(call, tracing_mode=kind)(x) for kind in ("real", "symbolic")]
+    for make in makers:
+        for call in (
+            lambda t: fluxlike.all_reduce(t, group),
+            lambda t: fluxlike.all_reduce([t, 2 * t], group, "max")[1],
+            lambda t: fluxlike.all_reduce_(t + 1, group),
+            lambda t: fluxlike.reduce_scatter(t, group),
+            lambda t: fluxlike.all_gather(t, group),
+            lambda t: fluxlike.broadcast(t, 1, group),
+        ):
+            right = call(2 * x)
+            assert torch.equal(make(call)(2 * x), right)
+        for call, says in (
+            (lambda t: fluxlike.reduce(t, 0, group) or t, "reduce: torch.jit.trace and make_fx would make a graph without it"),
+            (lambda t: fluxlike.all_gather(t[0, 0], group), "all_gather: x has no dimensions"),
+            (lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group), "sparse_all_reduce: .*call it outside of"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                make(call)
+    table = fluxlike.nn.Embedding(9, 2, 8, group, device=device())
+    ids = torch.arange(3, device=device())
+    assert torch.equal(torch.jit.trace(table, (ids,), check_trace=False)(ids + 1), table(ids + 1))
+    table.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
+def test_traced_graphs_have_the_calls():
+    run_ranks(traced, 2)

@@ -13,6 +13,7 @@ from ..runtime import faking, world
 from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES
+from .dispatcher import traced
 from .exchange import OPS
 
 #: What a caller names a way to reduce by; see `reduction`.
@@ -182,6 +183,15 @@ def not_faking(op: str) -> None:
         raise ValueError(
             f"{op}: it was called under a FakeTensorMode of torch, where new tensors have no memory that a kernel could write to; "
             "call it outside of that, or use torch.compile, which traces it"
+        )
+
+
+def outside_of_traces(op: str) -> None:
+    """The call is in no graph that torch.jit.trace or make_fx makes, which would leave it out, as it is no custom op."""
+    if traced():
+        raise ValueError(
+            f"{op}: torch.jit.trace and make_fx would make a graph without it, as it is no custom op; call it outside of what is "
+            "traced"
         )
 
 
