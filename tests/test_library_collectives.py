@@ -160,3 +160,20 @@ def traced(group):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
 def test_traced_graphs_have_the_calls():
     run_ranks(traced, 2)
+
+
+def met_in_a_trace(group):
+    """The ranks of a group meet for the first time in a call that is traced: what they say to each other is in no graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = numbers(4, 3, dist.get_rank(group))
+    ranks = list(range(dist.get_world_size(group)))
+    for make in (lambda call: make_fx(call)(x), lambda call: torch.jit.trace(call, (x,), check_trace=False)):
+        new = dist.new_group(ranks)
+        graph = make(lambda t: fluxlike.all_reduce(t, new))  # noqa: B023 (it is called at once)
+        assert torch.equal(graph(2 * x), fluxlike.all_reduce(2 * x, group))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
+def test_a_group_that_meets_in_a_trace():
+    run_ranks(met_in_a_trace, 4, makes_groups=True)
