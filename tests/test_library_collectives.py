@@ -125,8 +125,18 @@ def test_compiled_makes_every_call(backend, sizes):
     run_ranks(compiled, 2, backend=backend, sizes=sizes)
 
 
+class Module(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
 def traced(group):
     """Graphs of torch.jit.trace and make_fx have the calls, not their results; what is no op says so, and none breaks a context."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = numbers(4, 3, dist.get_rank(group))
@@ -145,16 +155,23 @@ def traced(group):
             right = call(2 * x)
             assert torch.equal(make(call)(2 * x), right)
         for call, says in (
-            (lambda t: fluxlike.reduce(t, 0, group) or t, "reduce: torch.jit.trace and make_fx would make a graph without it"),
+            (lambda t: fluxlike.reduce(t, 0, group) or t, "reduce: torch.export, torch.jit.trace and make_fx would"),
             (lambda t: fluxlike.all_gather(t[0, 0], group), "all_gather: x has no dimensions"),
-            (lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group), "sparse_all_reduce: .*call it outside of"),
+            (lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group), "sparse_all_reduce: torch.export, torch"),
         ):
             with pytest.raises(ValueError, match=says):
                 make(call)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"sparse_all_reduce: .*; call it outside of that$"):
+        fluxlike.sparse_all_reduce(sparse, "sum", group)
     table = fluxlike.nn.Embedding(9, 2, 8, group, device=device())
     ids = torch.arange(3, device=device())
     assert torch.equal(torch.jit.trace(table, (ids,), check_trace=False)(ids + 1), table(ids + 1))
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(table, (ids,), strict=strict).module()(ids + 1), table(ids + 1))
     table.close()
+    for call in (lambda t: fluxlike.reduce(t, 0, group) or t, lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group)):
+        with pytest.raises(ValueError, match=r"reduce: torch\.export, torch\.jit\.trace and make_fx would"):
+            torch.export.export(Module(call), (x,), strict=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
@@ -167,11 +184,18 @@ def met_in_a_trace(group):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     x = numbers(4, 3, dist.get_rank(group))
-    ranks = list(range(dist.get_world_size(group)))
-    for make in (lambda call: make_fx(call)(x), lambda call: torch.jit.trace(call, (x,), check_trace=False)):
+    sparse, ranks = x.to_sparse(), list(range(dist.get_world_size(group)))
+    for make in (
+        lambda call: make_fx(call)(x),
+        lambda call: torch.jit.trace(call, (x,), check_trace=False),
+        lambda call: torch.export.export(Module(call), (x,), strict=False).module(),
+    ):
         new = dist.new_group(ranks)
         graph = make(lambda t: fluxlike.all_reduce(t, new))  # noqa: B023 (it is called at once)
         assert torch.equal(graph(2 * x), fluxlike.all_reduce(2 * x, group))
+    new = dist.new_group(ranks)
+    with pytest.raises(ValueError, match="as it is no custom op"):
+        torch.export.export(Module(lambda t: fluxlike.sparse_all_reduce(sparse, "sum", new)), (x,), strict=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")

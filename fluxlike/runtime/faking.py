@@ -33,8 +33,7 @@ def _off() -> Iterator[None]:
     with contextlib.ExitStack() as ends:
         if is_on():
             ends.enter_context(unset_fake_temporarily())
-        if _mode(_PROXY) is not None:
-            ends.enter_context(disable_proxy_modes_tracing())
+        ends.enter_context(disable_proxy_modes_tracing())  # also of torch.export's, which `_mode` does not know
         ends.callback(torch._C._set_tracing_state, trace)  # type: ignore[attr-defined]
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         yield
