@@ -455,6 +455,8 @@ def test_a_topology_by_name(monkeypatch, tmp_path):
     for name in ("p4", "nvswitch-0", "ring-2", "ring-1000", "nvswitch-1000"):
         with pytest.raises(ValueError, match=f"called '{name}'.*p3.16xlarge.*nvswitch-1 to nvswitch-999, ring-3 to ring-999"):
             load(name)
+    with pytest.raises(ValueError, match=r"no topology is called \['p4'\]"):
+        LinkMatrix.preset(["p4"])
     assert [len(load(name)) for name in ("nvswitch-1", "nvswitch-999", "ring-3")] == [1, 999, 3]
     assert len(load("nvswitch-3")) == 3 and len(load("ring-5")) == 5
 
