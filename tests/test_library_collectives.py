@@ -123,3 +123,81 @@ def compiled(group, backend, sizes):
 @pytest.mark.parametrize(("backend", "sizes"), (("aot_eager", (4, 7)), pytest.param("inductor", (6,), marks=pytest.mark.slow)))
 def test_compiled_makes_every_call(backend, sizes):
     run_ranks(compiled, 2, backend=backend, sizes=sizes)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+def traced(group):
+    """Graphs of torch.jit.trace and make_fx have the calls, not their results; what is no op says so, and none breaks a context."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = numbers(4, 3, dist.get_rank(group))
+    sparse = x.to_sparse()
+    makers = [lambda call: torch.jit.trace(call, (x,), check_trace=False)]
+    makers += [lambda call, kind=kind: make_fx(call, tracing_mode=kind)(x) for kind in ("real", "symbolic")]
+    for make in makers:
+        for call in (
+            lambda t: fluxlike.all_reduce(t, group),
+            lambda t: fluxlike.all_reduce([t, 2 * t], group, "max")[1],
+            lambda t: fluxlike.all_reduce_(t + 1, group),
+            lambda t: fluxlike.reduce_scatter(t, group),
+            lambda t: fluxlike.all_gather(t, group),
+            lambda t: fluxlike.broadcast(t, 1, group),
+        ):
+            right = call(2 * x)
+            assert torch.equal(make(call)(2 * x), right)
+        for call, says in (
+            (lambda t: fluxlike.reduce(t, 0, group) or t, "reduce: torch.export, torch.jit.trace and make_fx would"),
+            (lambda t: fluxlike.all_gather(t[0, 0], group), "all_gather: x has no dimensions"),
+            (lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group), "sparse_all_reduce: torch.export, torch"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                make(call)
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"sparse_all_reduce: .*; call it outside of that$"):
+        fluxlike.sparse_all_reduce(sparse, "sum", group)
+    table = fluxlike.nn.Embedding(9, 2, 8, group, device=device())
+    ids = torch.arange(3, device=device())
+    assert torch.equal(torch.jit.trace(table, (ids,), check_trace=False)(ids + 1), table(ids + 1))
+    for strict in (True, False):
+        assert torch.equal(torch.export.export(table, (ids,), strict=strict).module()(ids + 1), table(ids + 1))
+    table.close()
+    for call in (lambda t: fluxlike.reduce(t, 0, group) or t, lambda t: fluxlike.sparse_all_reduce(sparse, "sum", group)):
+        with pytest.raises(ValueError, match=r"reduce: torch\.export, torch\.jit\.trace and make_fx would"):
+            torch.export.export(Module(call), (x,), strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
+def test_traced_graphs_have_the_calls():
+    run_ranks(traced, 2)
+
+
+def met_in_a_trace(group):
+    """The ranks of a group meet for the first time in a call that is traced: what they say to each other is in no graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = numbers(4, 3, dist.get_rank(group))
+    sparse, ranks = x.to_sparse(), list(range(dist.get_world_size(group)))
+    for make in (
+        lambda call: make_fx(call)(x),
+        lambda call: torch.jit.trace(call, (x,), check_trace=False),
+        lambda call: torch.export.export(Module(call), (x,), strict=False).module(),
+    ):
+        new = dist.new_group(ranks)
+        graph = make(lambda t: fluxlike.all_reduce(t, new))  # noqa: B023 (it is called at once)
+        assert torch.equal(graph(2 * x), fluxlike.all_reduce(2 * x, group))
+    new = dist.new_group(ranks)
+    with pytest.raises(ValueError, match="as it is no custom op"):
+        torch.export.export(Module(lambda t: fluxlike.sparse_all_reduce(sparse, "sum", new)), (x,), strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:.*torch.jit.trace:FutureWarning")
+def test_a_group_that_meets_in_a_trace():
+    run_ranks(met_in_a_trace, 4, makes_groups=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import networkx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -201,12 +202,21 @@ def test_slow_links_are_for_what_fast_ones_do_not_reach():
     (
         ({"k": 0}, "k=0"), ({"k": 2.0}, "k=2.0"), ({"k": True}, "k=True"), ({"objective": "best"}, "objective='best'"),
         ({"link_usage_penalty": 0}, "link_usage_penalty=0"), ({"roots": [8]}, r"roots=\[8\]"), ({"roots": []}, "roots"),
-        ({"k": 2, "roots": [1]}, "k=2"),
+        ({"k": 2, "roots": [1]}, "k=2"), ({"roots": [0.0]}, r"roots=\[0\.0\]"), ({"link_usage_penalty": "0.7"}, "penalty='0.7'"),
+        ({"seed": None}, "seed=None"), ({"seed": [1]}, r"seed=\[1\]"),
     ),
 )  # fmt: skip
 def test_wrong_arguments(wrong, why):
     with pytest.raises(ValueError, match=why):
         plan_trees(LinkMatrix.preset("p3.16xlarge"), **wrong)
+
+
+def test_numbers_and_arrays_of_numpy():
+    matrix = LinkMatrix.preset("p3.16xlarge")
+    assert plan_trees(matrix, np.int64(2), seed=np.int32(1)) == plan_trees(matrix, 2, seed=1)
+    assert plan_trees(matrix, roots=np.array([3, 0]))[0].root == 3
+    again = LinkMatrix(np.array(matrix.bandwidth), np.array(matrix.kind), np.array(matrix.port), name=matrix.name)
+    assert again == matrix
 
 
 def test_what_is_no_matrix_and_what_is_too_large():
@@ -445,6 +455,8 @@ def test_a_topology_by_name(monkeypatch, tmp_path):
     for name in ("p4", "nvswitch-0", "ring-2", "ring-1000", "nvswitch-1000"):
         with pytest.raises(ValueError, match=f"called '{name}'.*p3.16xlarge.*nvswitch-1 to nvswitch-999, ring-3 to ring-999"):
             load(name)
+    with pytest.raises(ValueError, match=r"no topology is called \['p4'\]"):
+        LinkMatrix.preset(["p4"])
     assert [len(load(name)) for name in ("nvswitch-1", "nvswitch-999", "ring-3")] == [1, 999, 3]
     assert len(load("nvswitch-3")) == 3 and len(load("ring-5")) == 5
 

@@ -196,6 +196,15 @@ def test_ranks_have_their_gpus_in_any_order(monkeypatch):
             assert all(ring.bandwidth[gpus[parent]][gpus[child]] for parent, child in tree.edges), tree
 
 
+def test_errors_of_a_part_name_the_gpus_of_the_machine(monkeypatch):
+    """A chain joins its first GPU with its second, but not with its third."""
+    chain = LinkMatrix.from_array([[0, 2, 0], [2, 0, 2], [0, 2, 0]], name="chain")
+    monkeypatch.setattr(LinkMatrix, "detect", lambda: chain)
+    monkeypatch.delenv("FLUXLIKE_TOPOLOGY", raising=False)
+    with pytest.raises(ValueError, match=r"chain, its GPUs \[0, 2\] as 0 to 1: no links join GPUs \[0\] with GPUs \[1\]"):
+        trees.planned(2, [0, 2])
+
+
 def test_part_of_a_machine():
     whole = LinkMatrix.preset("p3.16xlarge")
     assert whole.part(range(4)).bandwidth == LinkMatrix.preset("p3.8xlarge").bandwidth

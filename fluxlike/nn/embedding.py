@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..ops.dispatcher import traced
 from ..ops.group import resolve
 from ..ops.refusals import Refusing
 from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
@@ -55,6 +56,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
+        if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and traced()):  # a graph would have the rows only
+            return super().forward(ids)
         tells = not torch.compiler.is_compiling() and self._begins()
         with Refusing(NAME, self.context.control) if tells else contextlib.nullcontext():
             rows = super().forward(ids)  # first, as it checks the ids

@@ -19,6 +19,7 @@ from ..kernels.tiles import cdiv
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import again, exchange, lists, trees, validate
+from .dispatcher import makes_graph
 from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
 from .refusals import Refusing, reduction, without_gradient
@@ -66,7 +67,7 @@ def all_reduce(
         PeerTimeout: a wait of an earlier call ran out (CPU heap: of this call).
     """
     op = op if isinstance(op, str) else reduction("all_reduce", op, group)
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.all_reduce(x, group, op, algo)
@@ -91,7 +92,7 @@ def all_reduce_(
 ) -> Any:
     """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
     op = op if isinstance(op, str) else reduction("all_reduce_", op, group)
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.all_reduce_(x, group, op, algo)

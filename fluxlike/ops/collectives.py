@@ -28,6 +28,7 @@ from ..runtime import world
 from ..runtime.control import ControlGroup
 from . import again, exchange, keeping, tiling, validate
 from .context import DTYPES
+from .dispatcher import makes_graph
 from .exchange import Kind
 from .group import Prepared, Told, resolve, told
 from .refusals import Refusing, reduction, without_gradient
@@ -59,7 +60,7 @@ def reduce_scatter(
     Numerics: added in fp32 in the order of the ranks and rounded once: the bits of `all_reduce`, on every repeat.
     """
     op = op if isinstance(op, str) else reduction("reduce_scatter", op, group)
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.reduce_scatter(x, group, op, algo)
@@ -91,7 +92,7 @@ def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, m: int |
     Returns:
         A new tensor [m, …].
     """
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.all_gather(x, group, m, algo)
@@ -144,7 +145,7 @@ def reduce(
     Numerics: those of `reduce_scatter`.
     """
     op = op if isinstance(op, str) else reduction("reduce", op, group)
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.reduce(x, root, group, op, algo)
@@ -177,7 +178,7 @@ def broadcast(x: torch.Tensor, root: int, group: dist.ProcessGroup | None = None
     Returns:
         A new tensor like x.
     """
-    if torch.compiler.is_compiling():
+    if makes_graph():
         from . import library_collectives
 
         return library_collectives.broadcast(x, root, group, algo)

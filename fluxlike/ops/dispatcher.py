@@ -26,6 +26,16 @@ def by_op(ctx: Any, out: Any, x: Any, weight: Any, bias: Any) -> bool:
     return isinstance(x, _Tensor) and (x.is_meta or type(x) is FakeTensor)
 
 
+def makes_graph() -> bool:
+    """Whether what is called now is to be found in a graph: it is compiled, or `traced`."""
+    return _compiling() or traced()
+
+
+def traced() -> bool:
+    """Whether torch.jit.trace or make_fx looks on: its graph has what goes through the dispatcher, and not what a kernel writes."""
+    return _tracing() or (_modes() > 0 and _seen(False))
+
+
 def _seen(op: bool) -> bool:
     """Whether one of the modes is to see a call, which could be an ``op``.
 

@@ -48,6 +48,7 @@ def countable(ranks: int, entries: int) -> int:
 def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_dtype: Any, scatter: bool = False) -> torch.dtype:
     """The dtype that travels in a call with these arguments; ValueError for those that do not fit."""
     validate.context(NAME, ctx, EpochContext)
+    validate.outside_of_traces(NAME)
     validate.not_faking(NAME)
     if op not in ("sum", "avg"):
         raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
@@ -86,6 +87,7 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
 
 def check_ids(ids: Any, ctx: Any, started: bool) -> None:
     """ValueError if these ids cannot go ahead of their gradient. ``started``: others have."""
+    validate.outside_of_traces(NAME)
     validate.not_faking(NAME)
     if ctx.table_rows is None:
         raise ValueError(f"{NAME}: only a context of fluxlike.create_{NAME}_context takes ids ahead of their gradient")

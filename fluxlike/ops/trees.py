@@ -5,6 +5,7 @@ Read with `kernels/trees.py`, which holds the protocol, and docs/topology.md.
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -109,7 +110,8 @@ def planned(size: int, gpus: Sequence[int]) -> tuple[list[Tree], list[Tree]]:
         return [Tree(0, [], [])], [Tree(0, [], [])]
     matrix: LinkMatrix = current()
     if len(set(gpus)) == size and max(gpus) < len(matrix):  # ranks that share a GPU take the machine as it is
-        matrix = matrix.part(gpus)
+        # errors of the planner count the GPUs of the group from 0
+        matrix = replace(matrix.part(gpus), name=f"{matrix.name or 'links'}, its GPUs {list(gpus)} as 0 to {size - 1}")
     if len(matrix) != size:
         matrix = current(size)  # which says what is wrong
     return plan_trees(matrix, 1), plan_trees(matrix)

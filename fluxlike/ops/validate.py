@@ -13,6 +13,7 @@ from ..runtime import faking, world
 from ..runtime.control import ControlGroup
 from . import tiling
 from .context import DTYPES
+from .dispatcher import makes_graph
 from .exchange import OPS
 
 #: What a caller names a way to reduce by; see `reduction`.
@@ -179,9 +180,19 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
 def not_faking(op: str) -> None:
     """The call would be made with tensors that have no memory, even if those that it is given have."""
     if faking.is_on():
+        traces = "" if op == "reduce" or op.startswith("sparse") else ", or use torch.compile, which traces it"
         raise ValueError(
             f"{op}: it was called under a FakeTensorMode of torch, where new tensors have no memory that a kernel could write to; "
-            "call it outside of that, or use torch.compile, which traces it"
+            f"call it outside of that{traces}"
+        )
+
+
+def outside_of_traces(op: str) -> None:
+    """Nothing looks on that would make a graph, in which the call would not be, as it is no custom op."""
+    if makes_graph():
+        raise ValueError(
+            f"{op}: torch.export, torch.jit.trace and make_fx would make a graph without it, as it is no custom op; call it "
+            "outside of what is traced"
         )
 
 

@@ -230,9 +230,9 @@ def _check_rate(rate: float, what: str, most: float = FASTEST) -> None:
 
 def _kinds(rows: Any, bandwidth: tuple[tuple[float, ...], ...]) -> tuple[tuple[str, ...], ...]:
     n = len(bandwidth)
-    if not rows:
+    kind = () if rows is None else tuple(map(tuple, rows))  # an array is neither true nor false
+    if not kind:
         return tuple(tuple("nvlink" if cell else "" for cell in row) for row in bandwidth)
-    kind = tuple(map(tuple, rows))
     if [len(row) for row in kind] != [n] * n:
         raise ValueError(f"kind has rows of {[len(row) for row in kind]} entries; it must be a square of {n}, as bandwidth is")
     for i in range(n):
@@ -245,8 +245,8 @@ def _kinds(rows: Any, bandwidth: tuple[tuple[float, ...], ...]) -> tuple[tuple[s
 
 
 def _ports(given: Any, bandwidth: tuple[tuple[float, ...], ...], kind: tuple[tuple[str, ...], ...]) -> tuple[float, ...]:
-    if given:
-        port = tuple(map(_number, given))
+    port = () if given is None else tuple(map(_number, given))  # as above
+    if port:
         if len(port) != len(bandwidth):
             raise ValueError(f"port is {list(port)}; it must have {len(bandwidth)} numbers, 0 or more")
         for i, row in enumerate(bandwidth):

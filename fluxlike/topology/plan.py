@@ -1,6 +1,9 @@
 """Trees over which data is reduced and broadcast, planned for the links of a machine."""
 
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..runtime import env
 from . import minmax, mxnet
@@ -43,8 +46,12 @@ def plan_trees(
         raise ValueError(f"matrix is a {type(matrix).__name__}; make a LinkMatrix of it, such as by LinkMatrix.from_array")
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is none of {', '.join(OBJECTIVES)}")
-    if not 0 < link_usage_penalty <= 1:
-        raise ValueError(f"link_usage_penalty={link_usage_penalty} is not above 0 and at most 1; the seed's is 0.7")
+    penalty: Any = link_usage_penalty
+    if not (isinstance(penalty, numbers.Real) and 0 < float(penalty) <= 1):
+        raise ValueError(f"link_usage_penalty={link_usage_penalty!r} is not above 0 and at most 1; the seed's is 0.7")
+    whole = _whole(seed)
+    if whole is None:  # of None, random numbers would be others each time
+        raise ValueError(f"seed={seed!r} is not a whole number; leave it out, or name one")
     at = _roots(len(matrix), k, roots)
     graph = Graph(matrix)
     n = graph.n
@@ -62,9 +69,9 @@ def plan_trees(
     sorted_roots = sorted(place[root] for root in at)
     mine = Graph(matrix.relabelled(order))
     if objective == "minmax":
-        plans = minmax.plan(mine, sorted_roots, seed)
+        plans = minmax.plan(mine, sorted_roots, whole)
     else:
-        plans = mxnet.plan(mine, sorted_roots, link_usage_penalty, backtrack, seed)
+        plans = mxnet.plan(mine, sorted_roots, link_usage_penalty, backtrack, whole)
     made: dict[int, list[Tree]] = {}
     for root, edges in zip(sorted_roots, plans, strict=True):
         tree = _made(graph, order[root], [(order[a], order[b], level) for a, b, level in edges])
@@ -94,16 +101,25 @@ def turned(n: int, root: int) -> list[Edge]:
 
 def _roots(n: int, k: int | None, roots: Sequence[int] | None) -> list[int]:
     if roots is None:
-        count = n if k is None else k
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        count = n if k is None else _whole(k)
+        if count is None or count < 1:
             raise ValueError(f"k={k!r} is not a whole number of trees, 1 or more")
         return [i % n for i in range(count)]
-    at = list(roots)
+    given = list(roots) if isinstance(roots, Iterable) else [roots]
+    at = [root for root in map(_whole, given) if root is not None and 0 <= root < n]
+    if not at or len(at) < len(given):
+        raise ValueError(f"roots={given} must name GPUs, from 0 to {n - 1}, one at least")
     if k is not None and k != len(at):
         raise ValueError(f"k={k} trees cannot have the {len(at)} roots {at}; leave out k")
-    if not at or not all(isinstance(root, int) and 0 <= root < n for root in at):
-        raise ValueError(f"roots={at} must name GPUs, from 0 to {n - 1}, one at least")
     return at
+
+
+def _whole(value: object) -> int | None:
+    """A whole number of any kind, as numpy's, as one of Python's."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _colours(graph: Graph, roots: Sequence[int]) -> list[tuple[int, float]]:

@@ -97,9 +97,9 @@ _NUMBERED: dict[str, Callable[[int, str], LinkMatrix]] = {"nvswitch": _nvswitch,
 
 def make(name: str) -> LinkMatrix:
     """The preset with this name; ValueError if there is none."""
-    if name in _MAKERS:
+    if isinstance(name, str) and name in _MAKERS:
         return _MAKERS[name](name)
-    numbered = re.fullmatch(r"(nvswitch|ring)-([1-9]\d{0,2})", name)
+    numbered = re.fullmatch(r"(nvswitch|ring)-([1-9]\d{0,2})", name) if isinstance(name, str) else None
     if numbered is None or (numbered[1] == "ring" and int(numbered[2]) < 3):
         known = ", ".join((*NAMES, *NUMBERED))
         raise ValueError(f"no topology is called {name!r}; there are {known}, and files whose names end in .json")
