@@ -131,6 +131,7 @@ def plot_records(paths, out):
 
 
 def test_time_over_ranks(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)  # of several ranks, the first does it
     paths = [swept(4, 2.0).save(tmp_path), swept(2).save(tmp_path)]
     lines = drawn_lines(monkeypatch)
     assert plot_records(paths, tmp_path / "new") == 0
@@ -153,6 +154,7 @@ def test_no_line_joins_machines_that_differ():
 
 
 def test_records_that_do_not_fit(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
     path = swept(4).save(tmp_path)
     both = [path, swept(2).save(tmp_path)]
     (tmp_path / "a folder" / "sparse_all_reduce-ranks.png").mkdir(parents=True)

@@ -155,7 +155,7 @@ def test_many_turns():
 def test_tiles():
     """Of each call all programs run at once, and fit into the shared memory that they are given."""
     for capability, programs in (((9, 0), 132), ((9, 0), 66), ((8, 0), 108), ((8, 9), 128), ((10, 0), 148), ((12, 0), 170)):
-        for m in (1, 16, 17, 32, 48, 64, 65):
+        for m in (1, 16, 17, 32, 48, 64, 65, 128, 129):
             for n in (64, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 1 << 20):
                 tile = few.tile_of(capability, m, n, programs)
                 if tile is None:
@@ -170,6 +170,8 @@ def test_tiles():
     assert few.tile_of((9, 0), 16, 4096, 132) == few.Tile(16, 32, 128, 4, 8)
     assert few.tile_of((9, 0), 64, 8192, 132) == few.Tile(64, 64, 128, 4, 6)
     assert few.tile_of((9, 0), 64, 4096, 132) is None
+    assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 128, 8, 3)
+    assert few.tile_of((9, 0), 128, 8192, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
 
 
 def not_fused(group):

@@ -134,9 +134,11 @@ def test_few_rows_in_one_kernel(ranks, dtype):
 def gathered_in_one_kernel(group, dtype):
     """ag_gemm of few rows, uneven ones too, of one weight and of several; and with a rank that goes on as before."""
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(64, 192, 2048, dtype, group, "sequential") as ctx:
+    with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(128, 192, 2048, dtype, group, "sequential") as ctx:
         patch.setattr(fused, "is_usual", lambda ctx: True)  # not so on a CPU
-        for seed, (m, n, k) in enumerate(((size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80))):
+        wide = 128 * world.current().executor.programs
+        sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80), (128, wide, 32), (65, wide - 16, 48)
+        for seed, (m, n, k) in enumerate(sizes):
             case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed % 2))
             x, w, bias = case.inputs(rank)
             whole, results = case.whole()
@@ -166,10 +168,10 @@ def demanded(group):
     kinds = {"gemm_rs": fluxlike.create_gemm_rs_context, "ag_gemm": fluxlike.create_ag_gemm_context}
     for op, make in kinds.items():
         if op == "gemm_rs":
-            few = RSCase(64, 128, [64] * size, dtype, 1, bias=True)
+            few = RSCase(32, 128, [64] * size, dtype, 1, bias=True)
             expected = few.expected(rank)
         else:
-            few = AGCase(64, [128] * size, 64, dtype, 2, bias=True)
+            few = AGCase(32, [128] * size, 64, dtype, 2, bias=True)
             expected = few.whole()[1][rank]
         x, w, bias = few.inputs(rank)
         call = getattr(fluxlike, op)
@@ -190,8 +192,9 @@ def demanded(group):
                 with pytest.raises(ValueError, match=f"{op}: this context has schedule='sequential/fused', and .*{says}.*; make"):
                     call(x[:, : changed.shape[1]], changed, by_ours)
             same(call(x, w, by_ours, bias=bias), expected, f"{op}, after what was refused")
-        for how, says in ((dict(dtype=torch.float32), "torch.float32"), (dict(max_m=65), "max_m=65")):
-            with pytest.raises(ValueError, match=f"schedule='sequential/fused' is for 16 bits, and max_m up to 64, not for {says}"):
+        most = 64 if op == "gemm_rs" else 128
+        for how, says in ((dict(dtype=torch.float32), "torch.float32"), (dict(max_m=most + 1), f"max_m={most + 1}")):
+            with pytest.raises(ValueError, match=f"='sequential/fused' is for 16 bits, and max_m up to {most}, not for {says}"):
                 make(**(dict(max_m=32, n=96, k=64, group=group, schedule="sequential/fused") | how))
         with pytest.raises(ValueError, match=r"schedule='sequential/kernel' is not one of 'auto', .* 'sequential/fused'"):
             make(32, 96, 64, dtype, group, "sequential/kernel")

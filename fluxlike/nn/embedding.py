@@ -56,7 +56,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
-        if torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and traced()):  # a graph would have the rows only
+        # a graph would have the rows only; the flag itself, as dynamo of torch 2.11 takes is_exporting() for true
+        if torch.compiler._is_exporting_flag or (not torch.compiler.is_compiling() and traced()):
             return super().forward(ids)
         tells = not torch.compiler.is_compiling() and self._begins()
         with Refusing(NAME, self.context.control) if tells else contextlib.nullcontext():

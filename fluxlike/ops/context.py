@@ -37,7 +37,8 @@ def check_arguments(op: str, sizes: dict[str, Any], dtype: Any, schedule: str) -
     known = *SCHEDULES, sequential.TORCH, sequential.FUSED
     if schedule not in known:
         return ValueError(f"{op}: schedule={schedule!r} is not one of {', '.join(map(repr, known))}")
-    misfit = fused.misfit(dtype, sizes.get("max_m", 1)) if schedule == sequential.FUSED else None
+    most = fused.GATHERED_ROWS if op == "ag_gemm" else fused.ROWS
+    misfit = fused.misfit(dtype, sizes.get("max_m", 1), most) if schedule == sequential.FUSED else None
     if misfit:
         return ValueError(f"{op}: schedule={schedule!r} {misfit}; use schedule={sequential.NAME!r} or 'auto'")
     if schedule == choice.DECOMPOSED and dtype == torch.float32:

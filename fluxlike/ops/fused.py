@@ -13,6 +13,8 @@ from .group import Prepared
 
 #: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
 ROWS, WHOLE = 64, 16
+#: Rows of a call that gathers them: on two H100s a product of 128 took 4 % longer so, and an eager call 35 % less.
+GATHERED_ROWS = 128
 #: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
@@ -37,28 +39,37 @@ def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile 
 
     Wide tiles read x less often, and narrow ones are at least half as many as there are multiprocessors; with more rows than
     columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-fused.md). More than two
-    programs on a multiprocessor would not all run at once, which `kernels.fused` relies on.
+    programs on a multiprocessor would not all run at once, which `kernels.fused` relies on. Of more than `ROWS` rows, more than
+    half of the multiprocessors have one each.
     """
     rows = max(16, 1 << (m - 1).bit_length())
+    if rows > ROWS:
+        tiles = cdiv(n, rows)
+        if rows > GATHERED_ROWS or tiles > programs or 2 * tiles <= programs:
+            return None
+        return _tile(capability, rows, rows, 1, 2 * WARPS)
     columns = 64 if 2 * cdiv(n, 64) > programs else 32
     if cdiv(n, columns) > exchange.OVER * programs:
         columns = 128
     tiles = cdiv(n, columns)
-    if rows > min(columns, ROWS) or tiles > exchange.MOST:
+    if rows > columns or tiles > exchange.MOST or (tiles > exchange.OVER * programs and capability != tiling.CPU):
         return None
+    return _tile(capability, rows, columns, 1 if tiles <= programs else exchange.OVER, WARPS)
+
+
+def _tile(capability: tuple[int, int], rows: int, columns: int, over: int, warps: int) -> Tile | None:
+    """``over``: programs on a multiprocessor."""
     if capability == tiling.CPU:  # where all programs are alive together
         return Tile(rows, columns, 64, 1, 1)
-    if tiles > exchange.OVER * programs:
-        return None
-    room = SHARED.get(capability, SMALL) // (1 if tiles <= programs else exchange.OVER) // (2 * (rows + columns))
+    room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
     depth = 128 if room >= 3 * 128 else 64
-    return Tile(rows, columns, depth, WARPS, min(room // depth, 8)) if room >= 2 * depth else None
+    return Tile(rows, columns, depth, warps, min(room // depth, 8)) if room >= 2 * depth else None
 
 
-def misfit(dtype: torch.dtype, max_m: int) -> str | None:
-    """Why a context for such calls cannot ask that they be fused."""
-    wrong = "torch.float32" if dtype == torch.float32 else f"max_m={max_m}" if max_m > ROWS else None
-    return wrong and f"is for 16 bits, and max_m up to {ROWS}, not for {wrong}"
+def misfit(dtype: torch.dtype, max_m: int, most: int = ROWS) -> str | None:
+    """Why a context for such calls, of ``most`` rows, cannot ask that they be fused."""
+    wrong = "torch.float32" if dtype == torch.float32 else f"max_m={max_m}" if max_m > most else None
+    return wrong and f"is for 16 bits, and max_m up to {most}, not for {wrong}"
 
 
 def is_usual(ctx: exchange.ExchangeContext) -> bool:
@@ -79,6 +90,8 @@ def unfit(
         return f"the part of a rank, [{full}, {n}], is no multiple of {block} elements, or not the same on all"
     if ctx.kind.gather and parts > 1 and full * n // block > 2 * ctx.programs(exchange.MOST, exchange.OF_WORDS.over):
         return f"the part of a rank, [{full}, {n}], takes other kernels more than two turns"
+    if m > ROWS:
+        return f"M={m} rows are more than {ROWS}"
     if m > 1 and x.stride(0) % WHOLE:
         return f"strides {x.stride()} of x are not a multiple of {WHOLE} and 1"
     return _unread(ctx, m, weight, (x, bias, y))
@@ -99,7 +112,9 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
     if tile_of(executor.capability, m, n, executor.programs) is None:
         tiles = exchange.MOST if executor.capability == tiling.CPU else min(exchange.MOST, exchange.OVER * executor.programs)
         wide = 64 * (executor.programs // 2)
-        return f"M={m}, N={n} are not for it here: it takes up to 32 rows, {ROWS} of N above {wide}, and N up to {128 * tiles}"
+        says = f"M={m}, N={n} are not for it here: it takes up to 32 rows, {ROWS} of N above {wide}, and N up to {128 * tiles}"
+        more = f"; {GATHERED_ROWS} rows of N above {2 * wide}, up to {128 * executor.programs}"
+        return says + ("" if ctx.kind.scatter else more)
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
     if weight.stride(1) != 1 or weight.stride(0) % WHOLE:

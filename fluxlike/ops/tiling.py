@@ -38,6 +38,8 @@ def number(value: Any) -> Any:
     """A whole number of another kind, as numpy's, as one of Python's; whatever else it is, checks have a say in it."""
     if value is None or isinstance(value, (int, torch.SymInt, torch.Tensor)):  # a tensor may lie on a GPU, and be waited for
         return value
+    if not hasattr(value, "__index__"):  # dynamo of torch 2.11 lets no TypeError of the next line be caught
+        return value
     try:
         return operator.index(value)
     except TypeError:
