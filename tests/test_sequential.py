@@ -137,7 +137,7 @@ def gathered_in_one_kernel(group, dtype):
     with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(128, 192, 2048, dtype, group, "sequential") as ctx:
         patch.setattr(fused, "is_usual", lambda ctx: True)  # not so on a CPU
         wide = 128 * world.current().executor.programs
-        sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80), (128, wide, 32), (65, wide - 16, 48)
+        sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80), (65, wide - 16, 48)
         for seed, (m, n, k) in enumerate(sizes):
             case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed % 2))
             x, w, bias = case.inputs(rank)
@@ -151,7 +151,7 @@ def gathered_in_one_kernel(group, dtype):
                 same(rows, whole, "gathered")
                 for i, found in enumerate(z if several else [z]):
                     same(found, results[rank][:, : n // (i + 1)], f"{m}×{n}×{k}, {unlike}, weight {i}")
-                possible = fits(m, n) and rank != unlike
+                possible = m <= 64 and fits(m, n) and rank != unlike
                 assert ctx.last_path == f"sequential/{'fused' if possible else 'torch'}"
                 made = ctx.stats["launches"] - before[0], ctx.stats["products"] - before[1]
                 assert made == (1, 1 + several - possible)
@@ -196,6 +196,17 @@ def demanded(group):
         for how, says in ((dict(dtype=torch.float32), "torch.float32"), (dict(max_m=most + 1), f"max_m={most + 1}")):
             with pytest.raises(ValueError, match=f"='sequential/fused' is for 16 bits, and max_m up to {most}, not for {says}"):
                 make(**(dict(max_m=32, n=96, k=64, group=group, schedule="sequential/fused") | how))
+        if op == "ag_gemm":  # the most rows, of a weight that is wide enough
+            wide = 128 * world.current().executor.programs
+            with make(128, wide * size, 48, dtype, group, "sequential/fused") as ctx:
+                for m, n in ((128, wide), (65, wide - 16)):
+                    case = AGCase(m, [n] * size, 48, dtype, m, bias=True)
+                    x, w, bias = case.inputs(rank)
+                    same(fluxlike.ag_gemm(x, w, ctx, bias=bias, m=m), case.whole()[1][rank], f"{m}×{n} in one kernel")
+                    assert ctx.last_path == "sequential/fused"
+                narrow = w[: wide // 2].contiguous(), x.new_zeros(128 // size, 48)
+                with pytest.raises(ValueError, match=rf"{wide // 2} are not for it here: .*; 128 rows of N above {wide // 2}, up"):
+                    fluxlike.ag_gemm(narrow[1], narrow[0], ctx)
         with pytest.raises(ValueError, match=r"schedule='sequential/kernel' is not one of 'auto', .* 'sequential/fused'"):
             make(32, 96, 64, dtype, group, "sequential/kernel")
 

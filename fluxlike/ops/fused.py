@@ -13,7 +13,8 @@ from .group import Prepared
 
 #: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
 ROWS, WHOLE = 64, 16
-#: Rows of a call that gathers them: on two H100s a product of 128 took 4 % longer so, and an eager call 35 % less.
+#: Rows of a call that gathers them, if asked for: on two H200s 128 took 17 % longer so in a graph, and 46 % less in an eager call,
+#: which waits for the host; on two H100s 4 % and 35 % (docs/measured/2026-11-28-few-rows.md).
 GATHERED_ROWS = 128
 #: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
@@ -95,6 +96,11 @@ def unfit(
     if m > 1 and x.stride(0) % WHOLE:
         return f"strides {x.stride()} of x are not a multiple of {WHOLE} and 1"
     return _unread(ctx, m, weight, (x, bias, y))
+
+
+def gains(m: int, weight: torch.Tensor) -> bool:
+    """Whether calls that gather so many rows are expected to be no slower in a graph, and faster without."""
+    return m <= ROWS and weight.nbytes <= GATHERED
 
 
 def gather_unfit(
