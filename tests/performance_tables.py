@@ -19,6 +19,7 @@ from measured_records import (
     NONE,
     OPS,
     ROOT,
+    SIDE_BY_SIDE,
     Record,
     headline,
     hidden,
@@ -411,9 +412,26 @@ def fused(*ops: str) -> str:
     return table(heads, rows, 3)
 
 
+def side_by_side(machine: str, *ops: str) -> str:
+    """Few rows by torch's product and an exchange, and in one kernel, in one run; "–" where that cannot be."""
+    rows: list[list[str]] = []
+    for op in ops:
+        for mode in ("-graph", ""):
+            record = read(SIDE_BY_SIDE[machine][0].format(op, mode))
+            for shape, times in record.times.items():
+                for how in ("one_shot", "two_shot") if op == "gemm_ar" else ("sequential",):
+                    ways = how if op == "gemm_ar" else f"{how}/torch", f"{how}/fused"
+                    cells = [us(times.get(way)) for way in ("gemm", "torch", *ways)]
+                    cells += [f"{times['torch'] / times[way]:.2f}" if way in times else NONE for way in ways]
+                    cells += [us(record.host[shape].get(way)) if not mode else NONE for way in ways]
+                    rows.append([linked(op, record, rows), shape, how, mode[1:] or "eager", *cells])
+    heads = "op | M×N×K | exchange | calls | cuBLAS | torch + NCCL | by torch | in one kernel"
+    return table(f"{heads} | × torch by torch | in one | host by torch | in one", rows, 4)
+
+
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
 MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, llama_8b)
-MADE += (apart, merged, swing, fused)
+MADE += (apart, merged, swing, fused, side_by_side)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
