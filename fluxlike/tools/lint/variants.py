@@ -111,7 +111,8 @@ def cases(capability: int) -> list[Case]:
         found += [Case("gemm_ar", "one_shot", "fewer", torch.float16), Case("gemm_ar", "one_shot", "rows", bias=True)]
         found.append(Case("gemm_ar", "two_shot", "rows", bias=True))
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
-        found += [Case("ag_gemm", "sequential", shape, torch.float16, bias=True) for shape in ("rows", "gathered")]
+        found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
+        found.append(Case("ag_gemm", "sequential/fused", "gathered", torch.float16, bias=True))
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
