@@ -268,6 +268,9 @@ def two_transports(group) -> list[list[int]]:
             found.append([sub for _, sub, *_ in traced.copies])
             lanes = trace_events.timeline(traced).transfers
             assert list(lanes) == [f"{'copies' if subs == 2 else 'stores'} to rank {1 - ctx.rank}"]
+        ctx.begin("sequential/torch", M=M, N=N)  # which auto makes on GPUs only
+        with pytest.raises(RuntimeError, match=r"was launched in the last call, .* \(the last call: sequential/torch\); make"):
+            trace.read()
     return found
 
 

@@ -60,6 +60,8 @@ class Trace:
         self._context = context
         self._known: dict[tuple, torch.Tensor] = {}
         self._times: torch.Tensor | None = None
+        #: The number of the call that they are of.
+        self._call = 0
         self.facts: dict[str, Any] = {}
         #: (flag, bytes, stamp of the beginning, stamp of the end) of each copy of the last call.
         self.copies: list[tuple[int, int, Any, Any]] = []
@@ -83,7 +85,7 @@ class Trace:
                 raise RuntimeError(f"{facts['op']}: a traced call cannot be part of a CUDA graph; capture calls of another context")
             if self._times is not times:
                 self._context.ctl[sync.TIMES.value] = times.data_ptr()
-            self._times, self.facts = times, facts
+            self._times, self.facts, self._call = times, facts, self._context.stats["calls"]
             times.zero_()  # which task of a push signals is chance
 
         return before
@@ -93,12 +95,13 @@ class Trace:
         self.copies.append((flag, nbytes, begun, ended))
 
     def read(self) -> Traced:
-        """The last call, when the device is done with it. RuntimeError if none was traced. PeerTimeout if a wait ran out."""
+        """The last call, when the device is done with it. RuntimeError if it was not traced. PeerTimeout if a wait ran out."""
         context = self._context
         context.check()
-        if self._times is None:
+        if self._times is None or self._call != context.stats["calls"]:
+            where = "since `begin`" if self._times is None else "in the last call"
             raise RuntimeError(
-                f"{context.op}: no kernel that can be traced was launched since `begin`, so there are no times (the last call: "
+                f"{context.op}: no kernel that can be traced was launched {where}, so there are no times (the last call: "
                 f"{context.last_path or 'none'}); make a call with schedule copy_engine or in_kernel"
             )
         executor = context.world.executor
@@ -125,7 +128,7 @@ def begin(context: "Context") -> Trace:
         Where to `Trace.read` the last call: times in nanoseconds of the kernels' clock, and what relates it to the host's.
 
     Raises:
-        Nothing here. A call that is captured in a CUDA graph, and `Trace.read` where nothing was traced, are a RuntimeError.
+        Nothing here. A call that is captured in a CUDA graph, and `Trace.read` of one that was not traced, are a RuntimeError.
     """
     context.forget_plans()
     context.trace = Trace(context)
