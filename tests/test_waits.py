@@ -38,8 +38,9 @@ def test_a_wait_looks_less_often_the_longer_it_lasts(monkeypatch):
     slept, looked = clock(monkeypatch), []
     board = SimpleNamespace(diagnose=lambda: looked.append(sum(slept)), gone=list)
     context = SimpleNamespace(
-        rank=0, gave_up=lambda: 0, group_ranks=[0, 1], limit_of=lambda what: 10.0, board=board, give_up=lambda *_: PeerTimeout("ran out")
-    )
+        rank=0, gave_up=lambda: 0, group_ranks=[0, 1], limit_of=lambda what: 10.0, board=board,
+        give_up=lambda *_: PeerTimeout("ran out"),
+    )  # fmt: skip
     monkeypatch.setitem(spinning.by_ctl, 7, context)
     turn = 0
     with pytest.raises(PeerTimeout, match="ran out"):
