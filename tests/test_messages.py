@@ -122,11 +122,11 @@ def comer(this, peer):
     return (kernels.messages_came_kernel, *where), dict(J=this.nodes, L=3)
 
 
-def comers(this, kind, last=False, columns=90, full=0, own=None, bias=None, out=None):
-    """The arguments of what waits for the messages of all, and adds or gathers so many rows of theirs."""
+def comers(this, kind, last=False, columns=90, full=0, own=None, bias=None, out=None, refused=0):
+    """The arguments of what waits for the messages of all, and adds or gathers so many rows of theirs; all have refused calls."""
     parts = this.boxes.view(torch.bfloat16)[this.slot, :, 4 * kernels.HEADER.value :]
     own = parts if own is None else own
-    where = this.boxes, this.head, this.ctl, *this.inner, this.slot, this.node, RANK, 70, columns, PITCH
+    where = this.boxes, this.head, this.ctl, *this.inner, this.slot, this.node, RANK, 70, columns + refused * 2**24, PITCH
     constants = dict(J=this.nodes, B=16, L=3, LAST=last)
     out = out if out is not None else torch.zeros(1)
     if kind == "gather":
@@ -326,21 +326,23 @@ def adds(group):
 def gathers(group):
     """The messages of all nodes and the own rows, in the order of the nodes, filled up with zeros; once they are there."""
     columns = 2
-    for this, full in itertools.product(most(), (5, 14, 15, 40)):  # of 70 rows: whole chunks, the last is short, some are empty
+    # of 70 rows: whole chunks, the last is short, some are empty; and what is said beside the columns is not their number
+    for this, (full, refused) in itertools.product(most(), ((5, 0), (13, 0), (15, 0), (40, 0), (13, 3))):
         rows = [min(max(70 - (node * 3 + RANK) * full, 0), full) for node in range(this.nodes)]
         numbers = torch.arange(1.0, 1 + this.nodes * full * columns).view(this.nodes, -1).bfloat16()
         own, numbers[this.node] = numbers[this.node].clone(), -1.0
         wanted = torch.zeros(this.nodes, full * columns, dtype=torch.bfloat16)
         for node, count in enumerate(rows):
             wanted[node, : count * columns] = (own if node == this.node else numbers[node])[: count * columns]
-        _all_of(this, "gather", dict(columns=columns, full=full, own=own), numbers, torch.empty_like(wanted), wanted)
+        how = dict(columns=columns, full=full, own=own, refused=refused)
+        _all_of(this, "gather", how, numbers, torch.empty_like(wanted), wanted)
 
 
 def _all_of(this, kind, how, numbers, out, wanted):
     """Before the last message is there ``out`` is left alone; then it is as wanted, by one program or several, which all wait."""
     head = 4 * kernels.HEADER.value
     this.boxes.view(torch.bfloat16)[this.slot, :, head : head + numbers.shape[1]] = numbers
-    this.boxes[this.slot, :, :3] = torch.tensor([70, how["columns"], 0])
+    this.boxes[this.slot, :, :3] = torch.tensor([70, how["columns"] + how.get("refused", 0) * 2**24, 0])
     ctl = this.ctl.clone()
     for programs, last, late in itertools.product((1, 3), (False, True), (*this.others, None)):
         this.ctl.copy_(ctl)

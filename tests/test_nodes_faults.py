@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 
 import pytest
@@ -176,3 +177,55 @@ def test_nodes_that_are_apart_begin_again(how):
         assert outcome.ok, str(outcome)
     for word in ("rank 0 waited ", " s for rank 1 on node 1", "To go on, call fluxlike.finalize and fluxlike.init on all ranks"):
         assert word in outcomes[0].value, outcomes[0].value
+
+
+#: Arguments that no context can have, of gemm_rs or ag_gemm, and what is wrong, in the caller's words.
+NO_CONTEXTS = (
+    ("gemm_rs", {"max_m": True}, "max_m=True is not a whole number above 0"),
+    ("gemm_rs", {"max_m": 2**31}, f"max_m={2**31} is more than"),
+    ("gemm_rs", {"k": "many"}, "k='many' is not a whole number above 0"),
+    ("gemm_rs", {"n": None}, "n=None is not a whole number above 0"),
+    ("gemm_rs", {"max_m": 65, "schedule": "sequential/fused"}, "max_m up to 64, not for max_m=65"),
+    ("ag_gemm", {"n": -1}, "n=-1 is not a whole number above 0"),
+    ("ag_gemm", {"n": 2.5}, "n=2.5 is not a whole number above 0"),
+    ("ag_gemm", {"max_m": 129, "schedule": "sequential/fused"}, "max_m up to 128, not for max_m=129"),
+)
+
+
+def arguments(group):
+    """What a context is made for is looked at as the caller says it, not as a node's part of it, which is rounded up."""
+    start()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for op, wrong, what in NO_CONTEXTS:
+        with pytest.raises(ValueError, match=f"{op}: .*{re.escape(what)}"):
+            getattr(fluxlike, f"create_{op}_context")(**{"max_m": 16, "n": 16, "k": 16} | wrong)
+    fused = {"dtype": torch.bfloat16, "schedule": "sequential/fused"}
+    x, w = torch.ones(128, 16, dtype=torch.bfloat16), torch.ones(16, 16, dtype=torch.bfloat16)
+    with fluxlike.create_gemm_rs_context(64, 16, **fused) as rs, fluxlike.create_ag_gemm_context(128, 16, 16, **fused) as ag:
+        assert (fluxlike.gemm_rs(x[:64], w, rs) == 16 * size).all()
+        assert (fluxlike.ag_gemm(x[43 * rank : 43 * rank + 43], w, ag, m=128) == 16).all()
+    fluxlike.finalize()
+
+
+def test_contexts_that_cannot_be():
+    for outcome in run_fresh(arguments, 3, {"FLUXLIKE_VIRTUAL_NODES": "3", "FLUXLIKE_TIMEOUT_S": "9"}, heap="shm", timeout=60):
+        assert outcome.ok, str(outcome)
+
+
+def unfit(group):
+    """A call that ends in the middle, on all ranks, as no node can make its part of it: the next is told that it was another."""
+    start()
+    x, w = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(1024, 16, dtype=torch.bfloat16)
+    with fluxlike.create_gemm_rs_context(8, 1024, schedule="sequential/fused") as ctx:
+        assert (fluxlike.gemm_rs(x, w, ctx) == 64).all()
+        ctx.together = False
+        with pytest.raises(ValueError, match=r"and the part of a rank, .* make one with schedule='sequential' or 'auto'"):
+            fluxlike.gemm_rs(x[:1], w, ctx)
+        with pytest.raises(RuntimeError, match=r"an earlier call of this context was ended by ValueError \(gemm_rs: .* new one"):
+            fluxlike.gemm_rs(x, w, ctx)
+    fluxlike.finalize()
+
+
+def test_a_call_behind_one_that_ended():
+    for outcome in run_fresh(unfit, 4, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "9"}, heap="shm", timeout=60):
+        assert outcome.ok, str(outcome)

@@ -496,6 +496,7 @@ def tuned_at_creation(group, sabotage):
         found.append(str(made))
     before = len(launches)
     fluxlike.create_gemm_rs_context(48, 32).close()  # K is not known
+    fluxlike.create_ag_gemm_context(48, None, 32).close()  # N is not
     assert len(launches) == before and torch.equal(torch.get_rng_state(), state)
     machine = tuned.machine_of(world.current().executor)
     kept = [str(made) for op in ("gemm_rs", "ag_gemm") for made in tuned.known(machine, op, BF16, size).values()]

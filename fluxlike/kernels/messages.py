@@ -205,13 +205,13 @@ def messages_gather_kernel(
     epoch, used = tl.load(ctl + EPOCH), tl.load(ctl + LAST_USE + slot)
     _all_came(inbox, head, ctl, inner, other, slot, node, rank, m, columns, box_pitch, used, J, L, LAST)
     pitch = pitch // 16 * 16  # a multiple, so that the compiler sees it
-    blocks = tl.cdiv(number, B)
+    blocks, width = tl.cdiv(number, B), (number // full).to(tl.int64)  # of a row; ``columns`` may have more in it than their number
     for block in range(tl.program_id(0), J * blocks, tl.num_programs(0)):
         sender = block // blocks
         at = (block % blocks).to(tl.int64) * B + tl.arange(0, B)
         rows = tl.minimum(tl.maximum(m - (sender * L + rank) * full, 0), full)
         row = tl.where(sender == node, own, parts + sender.to(tl.int64) * pitch)
-        values = tl.load(row + at, mask=at < rows.to(tl.int64) * columns, other=0.0)
+        values = tl.load(row + at, mask=at < rows * width, other=0.0)
         tl.store(out + sender.to(tl.int64) * number + at, values, mask=at < number)
     _tell_mates(ctl, inner, rank, L)  # each program, as one's wait may run out, and the first one's not
     if LAST:

@@ -43,8 +43,9 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime import env, world
 from ..runtime.control import ControlGroup
-from ..runtime.errors import heard, untraced
-from . import again, choice, cost, keeping, validate
+from ..runtime.errors import CallMismatch, PeerTimeout, heard, untraced
+from . import again, choice, cost, keeping, sequential, validate
+from .context import check_arguments
 from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
 from .messages import Letters, filled
@@ -84,12 +85,14 @@ class NodesContext(Held):
         self.last_path, self.stats = "", {"calls": 0, "bytes": 0}
         self.world = world.current()
         self.device = self.world.device
-        error: Exception | None = None
-        what = f"create_{op}_context"
+        what, optional = f"create_{op}_context", "k" if op == "gemm_rs" else "n"
+        # in the caller's numbers: those of a node are others
+        given = {name: 1 if size is None and name == optional else size for name, size in sizes.items()}
+        error = check_arguments(op, given, dtype, schedule)
         try:
             env.puts()
         except ValueError as problem:
-            error = problem
+            error = error or problem
         with control.lock:
             control.agree(what, (sizes, str(dtype), schedule), error)
             control.spanning += 1
@@ -126,10 +129,10 @@ class NodesContext(Held):
         from .gemm_rs import GemmRSContext
 
         local = self.control.local
-        rows = max_m
-        if isinstance(max_m, int) and max_m > 0:
-            full = chunk_rows(max_m, self.size)
-            rows = max(local.size * full, min(self.size * full, TOGETHER))
+        full = chunk_rows(max_m, self.size)
+        # chunks that are filled up may be more rows than a schedule is for
+        most = max_m if self.schedule == sequential.FUSED else TOGETHER
+        rows = max(local.size * full, min(self.size * full, most))
         if self.op == "gemm_rs":
             whole = None if k is None else cdiv(k, len(self.nodes))
             self.inner = GemmRSContext(rows, n, self.dtype, local, self.schedule, whole, here)
@@ -225,8 +228,12 @@ class NodesContext(Held):
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
         heard(error, self.control.name)
         if self._error is None:
-            ended = RuntimeError(f"{self.op}: an earlier call was ended by {type(error).__name__}. {self.remedy}")
-            self._error, self._seen = untraced(error) if isinstance(error, Exception) else ended, True
+            if isinstance(error, (PeerTimeout, CallMismatch)):
+                self._error = untraced(error)
+            else:  # what it says is of that call
+                ended = f"an earlier call of this context was ended by {type(error).__name__} ({error}). {self.remedy}"
+                self._error = RuntimeError(f"{self.op}: {ended}")
+            self._seen = True
             for context in (self.inner, *self.inner.inner):  # the latter of schedule "sequential"
                 context.stop(self._error)
             self.inner.unseen_failure()  # what this node has found is not raised beside it

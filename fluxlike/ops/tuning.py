@@ -86,14 +86,14 @@ def timed(call: Call, calls: int, cuda: bool, settle: Call) -> float:
     return start.elapsed_time(end) / calls * 1e-3
 
 
-def context(make: Callable[[], Any], shape: tuple[int, int, int | None], sample: Callable[[Any], Call]) -> Any:
+def context(make: Callable[[], Any], shape: tuple[int, int | None, int | None], sample: Callable[[Any], Call]) -> Any:
     """The context that ``make`` makes, with a choice for ``shape``, measured if FLUXLIKE_TUNE=on asks for it. Collective.
 
     ``sample`` makes a call of that shape on a context. What is found goes into the user's cache, too.
     """
     ctx: Context = make()
     m, n, k = shape
-    if ctx.tuned.mode != "on" or ctx.schedule != "auto" or not k or (m, n, k) in ctx.tuned.table:
+    if ctx.tuned.mode != "on" or ctx.schedule != "auto" or n is None or k is None or (m, n, k) in ctx.tuned.table:
         return ctx
     problem = ctx.problem(m, n, k)
     trials = _Trials(ctx, make, sample)
