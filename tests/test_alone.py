@@ -27,7 +27,8 @@ def test_figures_that_cannot_be_written(monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(tool.Path, "write_text", full)
     assert tool.main(["gemm_rs", "--shapes", "16x16x16", "--rounds", "1", "--json", str(tmp_path / "record.json")]) == 1
-    assert capsys.readouterr().err == "alone: the figures could not be written: [Errno 28] No space left on device\n"
+    said = "alone: the figures could not be written: [Errno 28] No space left on device; name another file with --json\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_wrong_result_is_told(monkeypatch, capsys):

@@ -215,7 +215,8 @@ def test_a_cost_that_cannot_be_written(monkeypatch, tmp_path, capsys):
         patched.setattr(racecheck_cost, "launched", lambda size, checked: [1.0] * len(racecheck_cost.CASES))
         patched.setattr(racecheck_cost.topo, "write", full)
         assert cost_main("--rounds", "1", "--out", str(tmp_path)) == 1
-    assert capsys.readouterr().err == "racecheck: the figures could not be written: [Errno 28] No space left on device\n"
+    said = "racecheck: the figures could not be written: [Errno 28] No space left on device; name another folder with --out\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_cost_where_the_ranks_fail(monkeypatch, capsys):

@@ -29,6 +29,7 @@ class Embedding(nn.Embedding):
     gradient to which the next one is added (call ``zero_grad`` in front of the forward pass), ids go with the values. So they do in
     evaluation (``eval``), where nothing begins and a rank may be alone; in training the ranks make the same forward passes between
     two reductions. What others compute from the same weight, as by torch's Embedding, is not seen: use this class for all of them.
+    A graph of torch.export, torch.jit.trace or make_fx has the rows only, as torch.nn.Embedding's: no ids, and no check of max_ids.
 
     Making it is collective over ``group``, and needs fluxlike.init; `close` gives its memory back, and then ids go with the values.
     """

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from .context import Context
 
 NAME = "sequential"
-#: It, with the product by torch, or with both in one kernel, which is refused where that cannot be.
+#: It, with the product by torch, or with both in one kernel, which is refused where that cannot be. In a group of one nothing is
+#: exchanged, and torch multiplies.
 TORCH, FUSED = f"{NAME}/torch", f"{NAME}/fused"
 #: Bytes of all parts up to which auto may choose it, and has memory for it, but in fp32.
 LIMIT = 16 << 20
@@ -96,8 +97,10 @@ def gather(
         whole, parts = ctx.scratch[: m * k].view(m, k), _pieces(ctx, m, k, full)
         operands = weights[0], biases[0], results[0]
         unfit = fused.gather_unfit(ctx.exchange, whole, *operands)
-        if len(parts) > 1 or x.data_ptr() % again.ALIGNED:
-            unfit = f"x does not lie at a multiple of {again.ALIGNED} bytes, or goes in pieces"
+        if x.data_ptr() % again.ALIGNED:
+            unfit = f"x does not lie at a multiple of {again.ALIGNED} bytes"
+        elif len(parts) > 1:
+            unfit = f"x, {m * k} elements of all ranks, goes in {len(parts)} pieces"
         if _is_fit(ctx, unfit):
             launch = fused.gather_launch(ctx.exchange, x, whole, *operands, parts[0][1])
             return Plan(whole, full, [], told(FUSED, M=m, K=k, by=NAME), launch)

@@ -219,6 +219,6 @@ def main(argv: list[str] | None = None) -> int:
         try:
             Path(asked.json).write_text(json.dumps(how | {"results": rows, "environment": stamp}, indent=1) + "\n")
         except OSError as error:
-            print(f"alone: the figures could not be written: {error}", file=sys.stderr)
+            print(f"alone: the figures could not be written: {error}; name another file with --json", file=sys.stderr)
             return 1
     return 0

@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
         try:
             topo.write(str(Path(asked.out) / "racecheck-cost.json"), {"environment": stamp, "what": what, "rows": found})
         except OSError as error:
-            print(f"racecheck: the figures could not be written: {error}", file=sys.stderr)
+            print(f"racecheck: the figures could not be written: {error}; name another folder with --out", file=sys.stderr)
             return 1
     return 0
 
