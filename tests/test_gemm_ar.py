@@ -155,7 +155,7 @@ def test_many_turns():
 def test_tiles():
     """Of each call all programs run at once, and fit into the shared memory that they are given."""
     for capability, programs in (((9, 0), 132), ((9, 0), 66), ((8, 0), 108), ((8, 9), 128), ((10, 0), 148), ((12, 0), 170)):
-        for m in (1, 16, 17, 32, 48, 64, 65, 128, 129):
+        for m in (1, 16, 17, 32, 48, 64, 65, 128, 129, 256, 257):
             for n in (64, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 1 << 20):
                 tile = few.tile_of(capability, m, n, programs)
                 if tile is None:
@@ -163,15 +163,20 @@ def test_tiles():
                     continue
                 tiles = -(-n // tile.bn)
                 over = -(-tiles // programs)
-                assert m <= tile.bm <= tile.bn and over <= exchange.OVER and tile.stages > 1
+                assert m <= tile.bm and tile.tma == (m > 64) and (tile.tma or tile.bm <= tile.bn)
+                assert over <= exchange.OVER and tile.stages > 1
                 shared = over * tile.stages * (tile.bm + tile.bn) * tile.bk * 2
                 assert shared <= few.SHARED.get(capability, few.SMALL)
     assert few.tile_of((9, 0), 16, 8192, 132) == few.Tile(16, 64, 128, 4, 8)
     assert few.tile_of((9, 0), 16, 4096, 132) == few.Tile(16, 32, 128, 4, 8)
     assert few.tile_of((9, 0), 64, 8192, 132) == few.Tile(64, 64, 128, 4, 6)
     assert few.tile_of((9, 0), 64, 4096, 132) is None
-    assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 128, 8, 3)
-    assert few.tile_of((9, 0), 128, 8192, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
+    assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 64, 8, 6, True)
+    assert few.tile_of((9, 0), 128, 7168, 132) == few.Tile(128, 64, 128, 4, 4, True)
+    assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(256, 128, 64, 8, 4, True)
+    assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(256, 64, 64, 8, 5, True)
+    assert few.tile_of((9, 0), 128, 4224, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
+    assert few.tile_of((8, 0), 65, 14336, 108) is None
 
 
 def not_fused(group):

@@ -134,10 +134,11 @@ def test_few_rows_in_one_kernel(ranks, dtype):
 def gathered_in_one_kernel(group, dtype):
     """ag_gemm of few rows, uneven ones too, of one weight and of several; and with a rank that goes on as before."""
     dtype, size, rank = getattr(torch, dtype), dist.get_world_size(group), dist.get_rank(group)
-    with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(128, 192, 2048, dtype, group, "sequential") as ctx:
+    with pytest.MonkeyPatch.context() as patch, fluxlike.create_ag_gemm_context(257, 192, 2048, dtype, group, "sequential") as ctx:
         patch.setattr(fused, "is_usual", lambda ctx: True)  # not so on a CPU
         wide = 128 * world.current().executor.programs
-        sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80), (65, wide - 16, 48)
+        sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80)
+        sizes += (65, wide - 16, 48), (255, wide // 2, 80), (257, wide, 16)
         for seed, (m, n, k) in enumerate(sizes):
             case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed % 2))
             x, w, bias = case.inputs(rank)
@@ -192,21 +193,24 @@ def demanded(group):
                 with pytest.raises(ValueError, match=f"{op}: this context has schedule='sequential/fused', and .*{says}.*; make"):
                     call(x[:, : changed.shape[1]], changed, by_ours)
             same(call(x, w, by_ours, bias=bias), expected, f"{op}, after what was refused")
-        most = 64 if op == "gemm_rs" else 128
+        most = 64 if op == "gemm_rs" else 256
         for how, says in ((dict(dtype=torch.float32), "torch.float32"), (dict(max_m=most + 1), f"max_m={most + 1}")):
             with pytest.raises(ValueError, match=f"='sequential/fused' is for 16 bits, and max_m up to {most}, not for {says}"):
                 make(**(dict(max_m=32, n=96, k=64, group=group, schedule="sequential/fused") | how))
         if op == "ag_gemm":  # the most rows, of a weight that is wide enough
             wide = 128 * world.current().executor.programs
-            with make(128, wide * size, 48, dtype, group, "sequential/fused") as ctx:
-                for m, n in ((128, wide), (65, wide - 16)):
+            with make(256, wide * size, 48, dtype, group, "sequential/fused") as ctx:
+                for m, n in ((256, wide), (65, wide - 16), (129, wide // 2)):
                     case = AGCase(m, [n] * size, 48, dtype, m, bias=True)
                     x, w, bias = case.inputs(rank)
                     same(fluxlike.ag_gemm(x, w, ctx, bias=bias, m=m), case.whole()[1][rank], f"{m}×{n} in one kernel")
                     assert ctx.last_path == "sequential/fused"
-                narrow = w[: wide // 2].contiguous(), x.new_zeros(128 // size, 48)
-                with pytest.raises(ValueError, match=rf"{wide // 2} are not for it here: .*; 128 rows of N above {wide // 2}, up"):
-                    fluxlike.ag_gemm(narrow[1], narrow[0], ctx)
+                x, narrow = x.new_zeros(128 // size, 48), w.new_zeros(wide // 4, 48)
+                with pytest.raises(ValueError, match=rf"{wide // 4} are not for it here: .*; 256 rows of N above {wide // 4}, up"):
+                    fluxlike.ag_gemm(x, narrow, ctx)
+                apart = w.new_zeros(48 + 32 * wide)[: 48 + 32 * (wide - 1)].as_strided((wide, 48), (32, 1))  # rows that overlap
+                with pytest.raises(ValueError, match=r"strides \(32, 1\) of weight are not a multiple of 16 from K on and 1"):
+                    fluxlike.ag_gemm(x, apart, ctx)
         with pytest.raises(ValueError, match=r"schedule='sequential/kernel' is not one of 'auto', .* 'sequential/fused'"):
             make(32, 96, 64, dtype, group, "sequential/kernel")
 

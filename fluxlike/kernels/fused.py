@@ -33,7 +33,9 @@ as torch's product in front of an exchange would be.
 first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
 Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's number, for which all wait, and
 then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
-as these follow each other on the stream. To ask for the first lines of W meanwhile, that they come to the L2 cache, gained nothing.
+as these follow each other on the stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2
+cache, as of W, and by pointers took up to a third longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while
+the shards are on their way, that they come to the L2 cache, gained nothing.
 """
 
 import triton
@@ -41,6 +43,7 @@ import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
 from .elements import SUM, advance, load_payload, pack, place_in_part, reduce_words, row_from, row_of, store_payload
+from .lang import tma_acquire
 from .sync import ARRIVED, WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
 from .words import put, put_at, receive_from, sendable, take_words
 
@@ -68,13 +71,13 @@ def places(number: tl.constexpr, first, rows, column, N, BN: tl.constexpr, B: tl
 @triton.jit
 def product(
     x, w, bias, column, first, rows, M, N, K, stride_x, stride_w,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """x · Wᵀ, a tile [BM, BN] in fp32; with the bias in ``rows`` rows from ``first`` on."""
+    """x · Wᵀ, a tile [BM, BN] in fp32; with the bias in ``rows`` rows from ``first`` on. TMA: x and w are descriptors."""
     acc = tl.zeros((BN, BM), tl.float32)
     for k in range(0, K, BK):
-        a = load_a(x, 0, k, M, K, stride_x, BM, BK, False)
-        b = load_b(w, column, k, N, K, stride_w, BN, BK, False, False)
+        a = load_a(x, 0, k, M, K, stride_x, BM, BK, TMA)
+        b = load_b(w, column, k, N, K, stride_w, BN, BK, TMA, False)
         acc = tl.dot(b.T, a.T, acc)
     tile = acc.T
     if BIAS:
@@ -104,7 +107,7 @@ def product_fused_kernel(
     element: tl.constexpr = y.dtype.element_ty
     pieces: tl.constexpr = BM * BN // 2 // B
     first = 0 if GATHER else own
-    tile = product(x, w, bias, column, first, M if GATHER else rows, M, N, K, stride_x, stride_w, BM, BN, BK, BIAS)
+    tile = product(x, w, bias, column, first, M if GATHER else rows, M, N, K, stride_x, stride_w, BM, BN, BK, False, BIAS)
     low, high = tl.split(tl.reshape(tile, (BM * BN // 2, 2)))
     words = sendable(pack(low, high, element, 2))
     pitch = capacity.to(tl.int64) * WORDS
@@ -157,14 +160,14 @@ def open_gate(gate, ctl, writers, epoch):
     "n", "chunk", "width", "part", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
 ])  # fmt: skip
 def gather_fused_kernel(
-    x, gathered, w, z, bias, gate, epochs, ctl, n, chunk, width, part, M, N, K, stride_w, capacity, offset, rank,
+    x, gathered, read, w, z, bias, gate, epochs, ctl, n, chunk, width, part, M, N, K, stride_w, capacity, offset, rank,
     R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, VEC: tl.constexpr,
-    BIAS: tl.constexpr, MOST: tl.constexpr,
+    TMA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call; a program for every BN columns. N, K and stride_w are multiples of 16, addresses of 16 bytes.
 
     x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part``, ``capacity`` and VEC as in
-    `exchange.exchange_words_kernel`, of blocks of WORDS words.
+    `exchange.exchange_words_kernel`, of blocks of WORDS words. ``read``: ``gathered`` once more; TMA: its descriptor, and w is one.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -189,8 +192,9 @@ def gather_fused_kernel(
     if program < part:
         open_gate(gate, ctl, tl.minimum(part, programs), epoch)
     wait(gate, epoch, ctl, rank, WAIT_GATHERED, rank, R)
+    tma_acquire(TMA)
     N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)
     column = program * BN
-    tile = product(gathered, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, BIAS)
+    tile = product(read, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, TMA, BIAS)
     store_block(z, tile.to(z.dtype.element_ty), 0, column, M, N, N, BM, BN)
     advance(epochs, ctl, epoch, MOST)

@@ -13,9 +13,8 @@ from .group import Prepared
 
 #: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
 ROWS, WHOLE = 64, 16
-#: Rows of a call that gathers them, if asked for: on two H200s 128 took 17 % longer so in a graph, and 46 % less in an eager call,
-#: which waits for the host; on two H100s 4 % and 35 % (docs/measured/2026-11-28-few-rows.md).
-GATHERED_ROWS = 128
+#: Rows of a call that gathers them, on GPUs with TMA.
+GATHERED_ROWS = 256
 #: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
@@ -26,13 +25,14 @@ GATHERED = 128 << 20
 
 
 class Tile(NamedTuple):
-    """Rows that a program has room for, its columns, the depth of a step, and how it is compiled."""
+    """Rows that a program has room for, its columns, the depth of a step, and how it is compiled. ``tma``: it reads by TMA."""
 
     bm: int
     bn: int
     bk: int
     warps: int
     stages: int
+    tma: bool = False
 
 
 def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
@@ -40,31 +40,46 @@ def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile 
 
     Wide tiles read x less often, and narrow ones are at least half as many as there are multiprocessors; with more rows than
     columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-fused.md). More than two
-    programs on a multiprocessor would not all run at once, which `kernels.fused` relies on. Of more than `ROWS` rows, more than
-    half of the multiprocessors have one each.
+    programs on a multiprocessor would not all run at once, which `kernels.fused` relies on.
     """
     rows = max(16, 1 << (m - 1).bit_length())
     if rows > ROWS:
-        tiles = cdiv(n, rows)
-        if rows > GATHERED_ROWS or tiles > programs or 2 * tiles <= programs:
-            return None
-        return _tile(capability, rows, rows, 1, 2 * WARPS)
+        return _wide(capability, rows, n, programs)
     columns = 64 if 2 * cdiv(n, 64) > programs else 32
     if cdiv(n, columns) > exchange.OVER * programs:
         columns = 128
     tiles = cdiv(n, columns)
     if rows > columns or tiles > exchange.MOST or (tiles > exchange.OVER * programs and capability != tiling.CPU):
         return None
-    return _tile(capability, rows, columns, 1 if tiles <= programs else exchange.OVER, WARPS)
+    return _tile(capability, rows, columns, 1 if tiles <= programs else exchange.OVER)
 
 
-def _tile(capability: tuple[int, int], rows: int, columns: int, over: int, warps: int) -> Tile | None:
+def _wide(capability: tuple[int, int], rows: int, n: int, programs: int) -> Tile | None:
+    """The same for more than `ROWS` rows: more than half of the multiprocessors have a program, which has one to itself.
+
+    The columns were the faster ones of 64 and 128 at both sizes that were tried (docs/measured/2026-11-28-wide.md).
+    """
+    columns = 64 if cdiv(n, 64) <= programs else 128
+    tiles = cdiv(n, columns)
+    if rows > GATHERED_ROWS or tiles > programs or 2 * tiles <= programs or not has_wide(capability):
+        return None
+    return _tile(capability, rows, columns, 1)
+
+
+def has_wide(capability: tuple[int, int]) -> bool:
+    """Whether more than `ROWS` rows have tiles there."""
+    return capability == tiling.CPU or tiling.is_large(capability)
+
+
+def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Tile | None:
     """``over``: programs on a multiprocessor."""
+    wide = rows > ROWS
     if capability == tiling.CPU:  # where all programs are alive together
-        return Tile(rows, columns, 64, 1, 1)
+        return Tile(rows, columns, 64, 1, 1, wide)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
-    depth = 128 if room >= 3 * 128 else 64
-    return Tile(rows, columns, depth, warps, min(room // depth, 8)) if room >= 2 * depth else None
+    depth = 128 if room >= (4 if wide else 3) * 128 else 64
+    warps = 2 * WARPS if rows * columns >= 128 * 128 else WARPS
+    return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
 
 
 def misfit(dtype: torch.dtype, max_m: int, most: int = ROWS) -> str | None:
@@ -115,16 +130,17 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
     (n, k), executor = weight.shape, ctx.world.executor
     if weight.dtype == torch.float32:
         return "it is of torch.float32"
-    if tile_of(executor.capability, m, n, executor.programs) is None:
+    tile = tile_of(executor.capability, m, n, executor.programs)
+    if tile is None:
         tiles = exchange.MOST if executor.capability == tiling.CPU else min(exchange.MOST, exchange.OVER * executor.programs)
         wide = 64 * (executor.programs // 2)
         says = f"M={m}, N={n} are not for it here: it takes up to 32 rows, {ROWS} of N above {wide}, and N up to {128 * tiles}"
-        more = f"; {GATHERED_ROWS} rows of N above {2 * wide}, up to {128 * executor.programs}"
-        return says + ("" if ctx.kind.scatter else more)
+        more = f"; {GATHERED_ROWS} rows of N above {wide}, up to {128 * executor.programs}"
+        return says + (more if has_wide(executor.capability) and not ctx.kind.scatter else "")
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
-    if weight.stride(1) != 1 or weight.stride(0) % WHOLE:
-        return f"strides {weight.stride()} of weight are not a multiple of {WHOLE} and 1"
+    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (tile.tma and weight.stride(0) < k and n > 1):
+        return f"strides {weight.stride()} of weight are not a multiple of {WHOLE}{' from K on' * tile.tma} and 1"
     if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (weight, *others) if t is not None):
         return f"an operand is a view that negates, or does not lie at a multiple of {again.ALIGNED} bytes"
     return None
@@ -168,8 +184,11 @@ def gather_launch(
     assert tile is not None
     vector = math.gcd(16 // part.element_size(), parts.n, parts.chunk)
     constants = dict(R=ctx.size, BM=tile.bm, BN=tile.bn, BK=tile.bk, WORDS=exchange.WORDS, VEC=vector)
-    constants |= dict(BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
-    args = (part, gathered, weight, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
+    constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
+    operands: tuple = gathered, weight
+    if tile.tma:
+        operands = tiling.descriptor(gathered, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
+    args = (part, gathered, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
     sizes = (*parts, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
-    varying = (0, 2, 3) if bias is None else (0, 2, 3, 4)
+    varying = (0, 3, 4) if bias is None else (0, 3, 4, 5)
     return ctx.prepare(gather_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)

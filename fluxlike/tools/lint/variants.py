@@ -30,8 +30,8 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
-#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused, and gathered so. The collectives
-#: take M×K elements, all_reduce also two tensors of so many.
+#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused; more that are gathered so, and
+#: the most of those. The collectives take M×K elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -47,6 +47,7 @@ SHAPES = {
     "fewer": (2, 4096, 512),
     "rows": (64, 8192, 512),
     "gathered": (128, 14336, 512),
+    "most": (256, 7168, 512),
 }
 
 
@@ -113,6 +114,7 @@ def cases(capability: int) -> list[Case]:
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
         found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
         found.append(Case("ag_gemm", "sequential/fused", "gathered", torch.float16, bias=True))
+        found.append(Case("ag_gemm", "sequential/fused", "most"))
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
@@ -320,7 +322,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         mma=mma,
         buffers=ahead if tma or vec else 1,
         local=FEW if fp32 or shared else 0,
-        operands=((rows, depth), (columns, depth) if tma and not given["W_IS_KN"] else (depth, columns)),
+        operands=((rows, depth), (columns, depth) if tma and not given.get("W_IS_KN", False) else (depth, columns)),
     )
 
 
