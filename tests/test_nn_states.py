@@ -14,7 +14,7 @@ from ranks import device, run_ranks
 from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,6 +49,31 @@ def replaced_parameters(group):
 
 def test_parameters_in_another_layout_are_refused():
     run_ranks(replaced_parameters, 2)
+
+
+@on_device
+def on_other_ranks(group):
+    """A DTensor over other ranks is refused, also where its layout is what the style wants; over the same ones it is not."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    alike = DeviceMesh.from_group(mesh["tp"].get_group(), device().type)
+    ours, whole = parallel(model(), mesh["tp"], local=False), model()
+    tokens = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(4), device="cpu").to(device())
+    narrow, gate, down = torch.randn(8, INNER), ours.gate, ours.down
+    for other, layout in ((mesh["dp"], [Shard(0)]), (mesh["dp"], [Replicate()]), (mesh, [Shard(0), Shard(0)])):
+        with pytest.raises(ValueError, match=r"ColwiseParallel: the input is a DTensor on DeviceMesh.*must have the same ranks"):
+            gate(distribute_tensor(tokens, other, layout))
+    with pytest.raises(ValueError, match=r"RowwiseParallel: the input is a DTensor on DeviceMesh\(\(dp=2\).*from_local"):
+        down(distribute_tensor(narrow, mesh["dp"], [Shard(1)]))
+    for layout in (Shard(0), Replicate()):
+        z = gate(distribute_tensor(tokens, alike, [layout]))
+        close(z, whole.gate(tokens).chunk(2, 1)[mesh["tp"].get_local_rank()], "a mesh of the same ranks")
+    gate.weight = nn.Parameter(distribute_tensor(whole.gate.weight.detach(), mesh["dp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"ColwiseParallel: weight is a DTensor on DeviceMesh\(\(dp=2\)"):
+        gate(distribute_tensor(tokens, mesh["tp"], [Shard(0)]))
+
+
+def test_tensors_that_are_spread_over_other_ranks_are_refused():
+    run_ranks(on_other_ranks, 4, makes_groups=True)
 
 
 @on_device
