@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from ranks import device, run_ranks
-from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
+from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel, part_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -388,6 +388,30 @@ def compiled_checkpoints(group):
 
 def test_checkpoints_in_what_is_compiled():
     run_ranks(compiled_checkpoints, 2)
+
+
+def compiled_tokens(group):
+    """What the docs say: tokens of changing number, which the ranks do not share evenly, in one graph for any number of them."""
+    mesh, size, rank = DeviceMesh.from_group(group, device().type), group.size(), group.rank()
+    with device():
+        whole, styled, ours = model(), parallel(model(), mesh, local=False), Sharded(model(), group, 0, False)
+    whole.norm = styled.norm = ours.norm = nn.Identity()
+    torch._dynamo.reset()
+    styled, ours = (torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True) for one in (styled, ours))
+    for tokens in (7, 8, 6, 5, 2, 3):
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(device()).requires_grad_()
+        y = whole(x)
+        y.square().sum().backward()
+        spread = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+        z = styled(spread)
+        z.to_local().square().sum().backward()
+        close(z.full_tensor(), y, f"{tokens} tokens")
+        close(spread.grad.full_tensor(), x.grad, f"gradient of {tokens} tokens")
+        close(ours(spread.detach().to_local(), tokens), part_of(y, 0, size, rank), f"{tokens} tokens of a layer")
+
+
+def test_tokens_of_changing_number_in_what_is_compiled():
+    run_ranks(compiled_tokens, 2)
 
 
 @on_device
