@@ -183,6 +183,35 @@ def test_layers_that_share_a_gather_compute_with_the_weights_of_their_call():
     run_ranks(called_alone, 2)
 
 
+def cast_otherwise(group):
+    """Layers that share a gather must be called under one state of autocast, by which each has its dtype."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    with device():
+        _, _, shard = both(group)
+        ours, right = parallel(model(), mesh, shared=True), parallel(model(), mesh)
+    half = torch.autocast(device().type, torch.bfloat16)
+    said = r"up was called with torch\.autocast on or off, or of another dtype, unlike gate; layers"
+    for first, second in ((True, False), (False, True)):
+        with torch.autocast(device().type, torch.bfloat16, enabled=first):
+            ours.gate(shard)
+        with torch.autocast(device().type, torch.bfloat16, enabled=second), pytest.raises(ValueError, match=said):
+            ours.up(shard)
+    with half:
+        assert torch.equal(ours.gate(shard), right.gate(shard)) and torch.equal(ours.up(shard), right.up(shard))
+    ours.bfloat16(), right.bfloat16()  # where it changes nothing
+    shard = shard.bfloat16()
+    with half:
+        ours.gate(shard)
+    assert torch.equal(ours.up(shard), right.up(shard))
+    torch._dynamo.reset()
+    with half:
+        assert torch.equal(torch.compile(ours, fullgraph=True, backend="eager")(shard), ours(shard))
+
+
+def test_layers_that_share_a_gather_and_autocast():
+    run_ranks(cast_otherwise, 2)
+
+
 def copied_alone(group):
     """A copy of one layer that still belongs to the others' gather says so; one by deepcopy has copies of the others."""
     with device():

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..ops.refusals import leaving_out
 from ..runtime import world
-from .linear import InGroup, check_divides, check_sequence, column_forward, row_forward
+from .linear import InGroup, autocast_dtype, check_divides, check_sequence, column_forward, row_forward
 
 
 class _Style(ParallelStyle):
@@ -87,7 +87,7 @@ class SharedGather(ColwiseParallel):
     Args:
         names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
             take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled does not
-            look for changes). Other arguments: as ColwiseParallel's.
+            look for changes), and under one state of autocast. Other arguments: as ColwiseParallel's.
     """
 
     def __init__(self, *names: str, **layouts: Any) -> None:
@@ -269,15 +269,23 @@ class _Shared:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
             self.input, self.first, self.version, self.recorded = x, name, _version(x), torch.is_grad_enabled()
-        elif self.input is not x or name not in self.waiting or self._changed(x) or self.recorded != torch.is_grad_enabled():
+        elif (
+            self.input is not x
+            or name not in self.waiting
+            or self._changed(x)
+            or self.recorded != torch.is_grad_enabled()
+            or self._cast_otherwise(name, x)
+        ):
             if self.input is not x:
                 how = f"with another tensor than {self.first}"
             elif name not in self.waiting:
                 how = f"again, before {', '.join(self.waiting)} took theirs"
             elif self._changed(x):
                 how = f"with a tensor that was changed since {self.first} was called with it"
-            else:
+            elif self.recorded != torch.is_grad_enabled():
                 how = f"with gradients on or off, unlike {self.first}"
+            else:
+                how = f"with torch.autocast on or off, or of another dtype, unlike {self.first}"
             self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
@@ -287,6 +295,10 @@ class _Shared:
         if not self.waiting:
             self.input = None
         return result
+
+    def _cast_otherwise(self, name: str, x: torch.Tensor) -> bool:
+        """What waits has another dtype than torch.autocast wants by now."""
+        return self.waiting[name].dtype != autocast_dtype(x, x.device.type)
 
     def _changed(self, x: torch.Tensor) -> bool:
         """Something was written into the input since it was gathered."""
