@@ -110,16 +110,17 @@ def test_groups_that_torch_has_made_anew(tmp_path):
 
 
 def uses_ended(group):
-    """What is said of groups that torch has ended: never used, beside a context, of a layer, and given to init."""
+    """What is said of groups that torch has ended: never used, beside a context, of a layer, in training, and given to init."""
     start()
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
     layer = fluxlike.nn.RowParallelLinear(8, 8, group=groups[1])
+    x, h = torch.ones(8, 8), torch.ones(8, 4)
+    y = layer(h)
     for one in groups:
         dist.destroy_process_group(one)
-    x = torch.ones(8, 8)
     acts = [lambda: fluxlike.all_reduce(x, groups[0]), lambda: fluxlike.gemm_rs(x, x, ctx, group=groups[0])]
-    acts += [partial(copy.deepcopy, layer)]
+    acts += [partial(copy.deepcopy, layer), partial(layer, h), y.sum().backward]
     said = [told(act, Exception)[0] for act in acts]
     works(group)
     fluxlike.finalize()

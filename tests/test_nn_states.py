@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from ranks import device, run_ranks
-from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
+from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel, part_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torchs
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.flop_counter import FlopCounterMode
@@ -49,6 +49,31 @@ def replaced_parameters(group):
 
 def test_parameters_in_another_layout_are_refused():
     run_ranks(replaced_parameters, 2)
+
+
+@on_device
+def on_other_ranks(group):
+    """A DTensor over other ranks is refused, also where its layout is what the style wants; over the same ones it is not."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    alike = DeviceMesh.from_group(mesh["tp"].get_group(), device().type)
+    ours, whole = parallel(model(), mesh["tp"], local=False), model()
+    tokens = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(4), device="cpu").to(device())
+    narrow, gate, down = torch.randn(8, INNER), ours.gate, ours.down
+    for other, layout in ((mesh["dp"], [Shard(0)]), (mesh["dp"], [Replicate()]), (mesh, [Shard(0), Shard(0)])):
+        with pytest.raises(ValueError, match=r"ColwiseParallel: the input is a DTensor on DeviceMesh.*must have the same ranks"):
+            gate(distribute_tensor(tokens, other, layout))
+    with pytest.raises(ValueError, match=r"RowwiseParallel: the input is a DTensor on DeviceMesh\(\(dp=2\).*from_local"):
+        down(distribute_tensor(narrow, mesh["dp"], [Shard(1)]))
+    for layout in (Shard(0), Replicate()):
+        z = gate(distribute_tensor(tokens, alike, [layout]))
+        close(z, whole.gate(tokens).chunk(2, 1)[mesh["tp"].get_local_rank()], "a mesh of the same ranks")
+    gate.weight = nn.Parameter(distribute_tensor(whole.gate.weight.detach(), mesh["dp"], [Shard(0)]))
+    with pytest.raises(ValueError, match=r"ColwiseParallel: weight is a DTensor on DeviceMesh\(\(dp=2\)"):
+        gate(distribute_tensor(tokens, mesh["tp"], [Shard(0)]))
+
+
+def test_tensors_that_are_spread_over_other_ranks_are_refused():
+    run_ranks(on_other_ranks, 4, makes_groups=True)
 
 
 @on_device
@@ -156,6 +181,35 @@ def called_alone(group):
 
 def test_layers_that_share_a_gather_compute_with_the_weights_of_their_call():
     run_ranks(called_alone, 2)
+
+
+def cast_otherwise(group):
+    """Layers that share a gather must be called under one state of autocast, by which each has its dtype."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    with device():
+        _, _, shard = both(group)
+        ours, right = parallel(model(), mesh, shared=True), parallel(model(), mesh)
+    half = torch.autocast(device().type, torch.bfloat16)
+    said = r"up was called with torch\.autocast on or off, or of another dtype, unlike gate; layers"
+    for first, second in ((True, False), (False, True)):
+        with torch.autocast(device().type, torch.bfloat16, enabled=first):
+            ours.gate(shard)
+        with torch.autocast(device().type, torch.bfloat16, enabled=second), pytest.raises(ValueError, match=said):
+            ours.up(shard)
+    with half:
+        assert torch.equal(ours.gate(shard), right.gate(shard)) and torch.equal(ours.up(shard), right.up(shard))
+    ours.bfloat16(), right.bfloat16()  # where it changes nothing
+    shard = shard.bfloat16()
+    with half:
+        ours.gate(shard)
+    assert torch.equal(ours.up(shard), right.up(shard))
+    torch._dynamo.reset()
+    with half:
+        assert torch.equal(torch.compile(ours, fullgraph=True, backend="eager")(shard), ours(shard))
+
+
+def test_layers_that_share_a_gather_and_autocast():
+    run_ranks(cast_otherwise, 2)
 
 
 def copied_alone(group):
@@ -363,6 +417,30 @@ def compiled_checkpoints(group):
 
 def test_checkpoints_in_what_is_compiled():
     run_ranks(compiled_checkpoints, 2)
+
+
+def compiled_tokens(group):
+    """What the docs say: tokens of changing number, which the ranks do not share evenly, in one graph for any number of them."""
+    mesh, size, rank = DeviceMesh.from_group(group, device().type), group.size(), group.rank()
+    with device():
+        whole, styled, ours = model(), parallel(model(), mesh, local=False), Sharded(model(), group, 0, False)
+    whole.norm = styled.norm = ours.norm = nn.Identity()
+    torch._dynamo.reset()
+    styled, ours = (torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True) for one in (styled, ours))
+    for tokens in (7, 8, 6, 5, 2, 3):
+        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(device()).requires_grad_()
+        y = whole(x)
+        y.square().sum().backward()
+        spread = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+        z = styled(spread)
+        z.to_local().square().sum().backward()
+        close(z.full_tensor(), y, f"{tokens} tokens")
+        close(spread.grad.full_tensor(), x.grad, f"gradient of {tokens} tokens")
+        close(ours(spread.detach().to_local(), tokens), part_of(y, 0, size, rank), f"{tokens} tokens of a layer")
+
+
+def test_tokens_of_changing_number_in_what_is_compiled():
+    run_ranks(compiled_tokens, 2)
 
 
 @on_device

@@ -100,12 +100,20 @@ def check_linears(layer: str, linears: Sequence[Any]) -> None:
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
-    """The operands in the dtype that torch.autocast wants of a linear layer, if it is on; doubles it leaves alone."""
+    """The operands in the dtype that torch.autocast wants of a linear layer, if it is on."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not _casts(kind):
         return [x, *others]
-    dtype = torch.get_autocast_dtype(kind)
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others)]
+    return [t if t is None else t.to(autocast_dtype(t, kind)) for t in (x, *others)]
+
+
+def autocast_dtype(t: torch.Tensor, kind: str) -> torch.dtype:
+    """That dtype, of an operand of a layer whose input is on a device of this kind; doubles torch.autocast leaves alone."""
+    return torch.get_autocast_dtype(kind) if _casts(kind) and t.dtype != torch.float64 else t.dtype
+
+
+def _casts(kind: str) -> bool:
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def fill(parameter: nn.Parameter, part: torch.Tensor) -> None:

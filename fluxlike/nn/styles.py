@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..ops.refusals import leaving_out
-from .linear import InGroup, check_divides, check_sequence, column_forward, row_forward
+from ..runtime import world
+from .linear import InGroup, autocast_dtype, check_divides, check_sequence, column_forward, row_forward
 
 
 class _Style(ParallelStyle):
@@ -62,7 +63,8 @@ class ColwiseParallel(_Style):
 
     Args:
         input_layouts: ``Shard(d)``, d the sequence dimension of an input of three or more; [tokens, features] is spread along 0
-            whatever d is. A plain tensor is taken to be this rank's part; a DTensor of another layout is redistributed.
+            whatever d is. A plain tensor is taken to be this rank's part; a DTensor of another layout is redistributed, and one
+            over other ranks than the layer's is refused.
         output_layouts: ``Shard(-1)``. use_local_output: return this rank's part as a plain tensor, not a DTensor.
     """
 
@@ -85,7 +87,7 @@ class SharedGather(ColwiseParallel):
     Args:
         names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
             take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled does not
-            look for changes). Other arguments: as ColwiseParallel's.
+            look for changes), and under one state of autocast. Other arguments: as ColwiseParallel's.
     """
 
     def __init__(self, *names: str, **layouts: Any) -> None:
@@ -183,7 +185,16 @@ class _Linear(InGroup):
                 f"{self.style}: {name} is {found}, it must be a DTensor of layout {layout}, as the style has made it; load "
                 "a plain model's state by torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
             )
+        self._check_mesh(name, parameter.device_mesh)
         return parameter.to_local()
+
+    def _check_mesh(self, name: str, mesh: DeviceMesh) -> None:
+        """A DTensor is spread over the ranks of this layer. Over others its layout may be the same, and its parts other ones."""
+        if mesh != self.tp_mesh and (mesh.ndim != 1 or world.ranks_of(mesh.get_group()) != world.ranks_of(self.group)):
+            raise ValueError(
+                f"{self.style}: {name} is a DTensor on {mesh}, and the layer is on {self.tp_mesh}; they must have the same ranks: "
+                "pass this rank's part, as .to_local() gives it, or DTensor.from_local(part, mesh, layout) of the layer's mesh"
+            )
 
     def _dim(self, x: torch.Tensor) -> int:
         return 0 if x.dim() == 2 else self.sequence.dim
@@ -191,7 +202,8 @@ class _Linear(InGroup):
     def _input(self, x: torch.Tensor, layout: Placement) -> torch.Tensor:
         """This rank's part of x."""
         if isinstance(x, DTensor):
-            return x.redistribute(self.tp_mesh, [layout]).to_local()
+            self._check_mesh("the input", x.device_mesh)
+            return x.redistribute(x.device_mesh, [layout]).to_local()
         return x
 
     def _output(self, y: torch.Tensor, layout: Placement, shape: tuple[Any, ...]) -> torch.Tensor:
@@ -257,15 +269,23 @@ class _Shared:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
             self.input, self.first, self.version, self.recorded = x, name, _version(x), torch.is_grad_enabled()
-        elif self.input is not x or name not in self.waiting or self._changed(x) or self.recorded != torch.is_grad_enabled():
+        elif (
+            self.input is not x
+            or name not in self.waiting
+            or self._changed(x)
+            or self.recorded != torch.is_grad_enabled()
+            or self._cast_otherwise(name, x)
+        ):
             if self.input is not x:
                 how = f"with another tensor than {self.first}"
             elif name not in self.waiting:
                 how = f"again, before {', '.join(self.waiting)} took theirs"
             elif self._changed(x):
                 how = f"with a tensor that was changed since {self.first} was called with it"
-            else:
+            elif self.recorded != torch.is_grad_enabled():
                 how = f"with gradients on or off, unlike {self.first}"
+            else:
+                how = f"with torch.autocast on or off, or of another dtype, unlike {self.first}"
             self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
@@ -275,6 +295,10 @@ class _Shared:
         if not self.waiting:
             self.input = None
         return result
+
+    def _cast_otherwise(self, name: str, x: torch.Tensor) -> bool:
+        """What waits has another dtype than torch.autocast wants by now."""
+        return self.waiting[name].dtype != autocast_dtype(x, x.device.type)
 
     def _changed(self, x: torch.Tensor) -> bool:
         """Something was written into the input since it was gathered."""

@@ -60,8 +60,14 @@ def name_of(group: dist.ProcessGroup | None) -> str:
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The group that `name_of` named."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
+    """The group that `name_of` named. RuntimeError if there is none of that name, of which torch says no more than that."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
+    except RuntimeError:
+        raise RuntimeError(
+            f"the torch group {name!r} has ended, by torch.distributed.destroy_process_group, or is one of another job, where a "
+            "graph was made; use one that is there, and end groups behind their last calls, backward passes among them"
+        ) from None
 
 
 def _place(name: str) -> tuple[int, int]:
