@@ -11,6 +11,13 @@ from fluxlike.runtime import alone, world
 from fluxlike.tools import alone as tool
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """As the tool is started, also where these tests are ranks."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_results_are_those_of_the_rank(op, tmp_path, capsys):
     path = tmp_path / "record.json"
@@ -81,3 +88,13 @@ def test_what_is_asked_for(capsys):
     with pytest.raises(SystemExit):
         tool.main(["gemm_rs", "--ranks", "1"])
     assert "give two ranks or more" in capsys.readouterr().err
+
+
+def test_several_at_once_are_refused(monkeypatch, capsys):
+    """They would all measure the one GPU, and each write the file."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        tool.main(["gemm_rs", "--shapes", "16x16x16", "--rounds", "1"])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == ""
+    assert "alone plays its rank in one process, and WORLD_SIZE=2; start it by python, without scripts/launch.sh" in said.err

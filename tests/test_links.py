@@ -210,14 +210,29 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
         (["--programs", "0"], "--programs 0 is not from 1 to 64"),
         (["--programs", "65"], "--programs 65 is not from 1 to 64"),
         (["nosuch"], "no topology is called 'nosuch'"),
+        (["nvswitch-16", "nvswitch-1"], "nvswitch-1 has 1 GPUs for "),
+        (["nvswitch-16", "./apart.json"], "apart has no path from GPU 1 to 0; all ranks must reach all others"),
     ),
 )
-def test_a_useless_command_line(options, says, capsys, monkeypatch):
+def test_a_useless_command_line(options, says, capsys, monkeypatch, tmp_path):
+    """It ends before the first machine is measured, whichever is wrong, and once a host."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(links.command, "ranks", lambda: 4)
+    monkeypatch.chdir(tmp_path)
+    LinkMatrix.from_array([[0] * 4] * 4, "apart").save("apart.json")
     with pytest.raises(SystemExit) as end:
         links.parse(options)
     assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_one_rank_has_no_links(capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(links.command, "ranks", lambda: 1)
+    with pytest.raises(SystemExit) as end:
+        links.parse([])
+    assert end.value.code == 2 and "start two or more: bash scripts/launch.sh --nproc 2" in capsys.readouterr().err
 
 
 def test_table():

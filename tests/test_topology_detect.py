@@ -192,7 +192,8 @@ def test_the_rate_of_a_version(version, rate):
 
 def test_without_gpus(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", fake_torch(None, n=0))
-    monkeypatch.delenv("FLUXLIKE_TOPOLOGY", raising=False)
+    for name in ("FLUXLIKE_TOPOLOGY", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"no CUDA GPU.*FLUXLIKE_TOPOLOGY"):
         LinkMatrix.detect()
     for options in ([], ["--probe"]):
@@ -230,6 +231,18 @@ class Machine:
         slow = 100 if (source, target) not in self.seen else 1
         self.seen.add((source, target))
         return slow * nbytes / self.rates[source][target] / 1e9
+
+
+def test_several_probes_at_once_are_refused(monkeypatch, capsys):
+    """Their copies would share the links, and the matrix would have what is left to each."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(topo, "probed", lambda: LinkMatrix.preset("nvswitch-4"))
+    with pytest.raises(SystemExit) as end:
+        topo.main(["--probe"])
+    assert end.value.code == 2 and "--probe copies in one process, and WORLD_SIZE=2" in capsys.readouterr().err
+    assert topo.main(["p3.8xlarge"]) == 0
 
 
 def test_a_probe_takes_the_slower_direction_of_warm_copies():

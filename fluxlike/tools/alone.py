@@ -35,7 +35,7 @@ from ..ops import trace, tuning
 from ..ops.ag_gemm import create_ag_gemm_context
 from ..ops.gemm_rs import create_gemm_rs_context
 from ..runtime import alone
-from . import bench_report, command, trace_events
+from . import bench_report, command, once, trace_events
 from .bench_problems import PROBLEMS, SUITES
 from .bench_report import Shape
 
@@ -181,7 +181,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike alone",
         description="What a call costs beside its product, on one GPU that plays one rank of several (protocol: the module).",
-        epilog="Exit status: 1 if a result is wrong or the file could not be written.",
+        epilog="Exit status: 1 if a result is wrong or the file could not be written; 2 for wrong arguments, or under a launcher.",
     )
     parser.add_argument("op", choices=("gemm_rs", "ag_gemm"))
     command.add_shapes(parser, suites=SUITES)
@@ -191,6 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the figures there, with the machine's")
     command.add_dtype(parser)
     asked = parser.parse_args(argv)
+    once.by_itself(parser, "alone plays its rank")
     if asked.ranks < 2 or asked.rounds < 1:
         parser.error(f"--ranks {asked.ranks} --rounds {asked.rounds}: give two ranks or more, and one round or more")
     command.choose_suite(parser, asked, torch.cuda.is_available(), PROBLEMS[asked.op])

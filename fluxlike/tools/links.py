@@ -30,7 +30,7 @@ import fluxlike
 from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
-from ..topology import LinkMatrix, Tree, current, load, plan_trees
+from ..topology import LinkMatrix, Tree, load, plan_trees
 from . import command, topo
 from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
@@ -83,6 +83,20 @@ def on_paper(matrix: LinkMatrix, algo: str, nbytes: float, itemsize: int, plan: 
     return max(busy.values(), default=0.0) + hops(algo, plan) * (TRIP + signals)
 
 
+def machine_of(name: str, ranks: int) -> LinkMatrix:
+    """The first GPUs of a machine, one a rank. ValueError if there are not as many, or one that does not reach all others."""
+    whole = load(name)
+    if ranks < 2:
+        raise ValueError("one rank has no links; start two or more: bash scripts/launch.sh --nproc 2 -m fluxlike links")
+    if len(whole) < ranks:
+        raise ValueError(f"{name} has {len(whole)} GPUs for {ranks} ranks; start as many ranks as it has GPUs, or fewer")
+    matrix = whole.part(range(ranks))
+    for source in range(ranks):
+        for target in range(source):
+            gates(matrix, source, target)
+    return matrix
+
+
 def forget_trees() -> None:
     """The next call over trees makes its plan anew. Collective."""
     this = world.current()
@@ -98,12 +112,7 @@ class Emulation:
         this = world.current()
         self.name, self.share, self.rounds, self.dtype = name, share, rounds, dtype
         env.put("FLUXLIKE_TOPOLOGY", name)
-        whole = current()
-        if this.size < 2:
-            raise ValueError("one rank has no links; start two or more (--nproc 2)")
-        if len(whole) < this.size:
-            raise ValueError(f"{name} has {len(whole)} GPUs for {this.size} ranks; start as many ranks as it has GPUs, or fewer")
-        self.matrix = whole.part(range(this.size))
+        self.matrix = machine_of(name, this.size)
 
     def row(self, algo: str, nbytes: int) -> Row:
         """Run it. RuntimeError if a result is wrong."""
@@ -177,7 +186,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     for name in asked.topologies:
         try:
-            load(name)
+            machine_of(name, command.ranks())  # before those in front of it have been measured, for minutes
         except ValueError as error:
             parser.error(str(error))
     asked.algos = asked.algos.split(",")

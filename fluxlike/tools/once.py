@@ -77,6 +77,13 @@ def positive(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: 
             parser.error(f"--{name} {least} is below 1; give at least one")
 
 
+def by_itself(parser: argparse.ArgumentParser, what: str) -> None:
+    """Ends the process if a launcher has started others beside it: all would measure at once, and each what the others leave it."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count != "1":
+        parser.error(f"{what} in one process, and WORLD_SIZE={count}; start it by python, without scripts/launch.sh or torchrun")
+
+
 def different(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: Iterable[str]) -> None:
     """Ends the process if two of these files to be written are one, which only the later of them would be in."""
     seen: dict[str, str] = {}

@@ -51,6 +51,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--random {asked.random} needs --all and a number of machines")
     if asked.probe and asked.topology:
         parser.error(f"--probe measures this machine's GPUs, not {asked.topology!r}; leave out one of them")
+    if asked.probe:
+        once.by_itself(parser, "--probe copies")
     try:
         asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots is not None else None
     except ValueError:
