@@ -34,7 +34,7 @@ first exchange the shards, as `exchange.exchange_words_kernel` does and may on o
 Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's number, for which all wait, and
 then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
 as these follow each other on the stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2
-cache, as of W, and by pointers took up to a third longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while
+cache, as of W, and by pointers took up to 36 % longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while
 the shards are on their way, that they come to the L2 cache, gained nothing.
 """
 
