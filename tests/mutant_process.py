@@ -132,7 +132,8 @@ def on_compiler(group: Any, module: str, file: str, reached: Sequence[tuple[str,
     for kernel, transport in sorted(reached, key=lambda path: KERNELS.index(path[0])):
         op = next((op for op in OPS if kernel.startswith(op)), "ag_gemm")
         cases = [variants.Case(op, transport, "waves")] if kernel in SHARING else []
-        cases += [variants.Case("ag_gemm", "sequential", "few")] if kernel == "gather_fused_kernel" else []
+        gathering = ("sequential", "few"), ("sequential/fused", "most")
+        cases += [variants.Case("ag_gemm", *how) for how in gathering] if kernel == "gather_fused_kernel" else []
         cases = between_nodes if transport == "messages" else [variants.Case(*CALLS.get(transport, (op, transport))), *cases]
         for launch in itertools.chain.from_iterable(variants.launches(case, CAPABILITY) for case in cases):
             if launch.name == kernel:

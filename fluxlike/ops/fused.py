@@ -78,7 +78,7 @@ def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Ti
         return Tile(rows, columns, 64, 1, 1, wide)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    warps = 2 * WARPS if rows * columns >= 128 * 128 else WARPS
+    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of more, blocks of the exchange are less than vectors of 16 bytes
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
 
 

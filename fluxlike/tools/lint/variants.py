@@ -296,7 +296,10 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         pieces = given["BM"] * given["BN"] // 2 // given["B"] * (1 + scatter * gather)
     words, mates = scatter + owners * gather, given.get("L", 1) > 1
     counts = _counts(launch.name, waits, releases, arrivals, peers, words, pieces, bool(last), mates)
-    spec = Spec(launch.payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
+    payload = launch.payload
+    if launch.name == "gather_fused_kernel":  # not on the heap, but others have stored it in front of a signal
+        payload += ("read",)
+    spec = Spec(payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),
