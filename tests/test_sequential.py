@@ -152,7 +152,7 @@ def gathered_in_one_kernel(group, dtype):
                 same(rows, whole, "gathered")
                 for i, found in enumerate(z if several else [z]):
                     same(found, results[rank][:, : n // (i + 1)], f"{m}×{n}×{k}, {unlike}, weight {i}")
-                possible = m <= 64 and fits(m, n) and rank != unlike
+                possible = fits(m, n) and rank != unlike
                 assert ctx.last_path == f"sequential/{'fused' if possible else 'torch'}"
                 made = ctx.stats["launches"] - before[0], ctx.stats["products"] - before[1]
                 assert made == (1, 1 + several - possible)

@@ -114,8 +114,13 @@ def unfit(
 
 
 def gains(m: int, weight: torch.Tensor) -> bool:
-    """Whether calls that gather so many rows are expected to be no slower in a graph, and faster without."""
-    return m <= ROWS and weight.nbytes <= GATHERED
+    """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
+
+    Up to `ROWS` they are no slower so in a graph, and faster without. With more rows they are slower in a graph, but ahead of torch
+    and NCCL there, too, and without one, where two launches wait for the host, they would be behind these by torch's product
+    (docs/measured/2026-11-28-wide.md). One way for both, as a call has the same bits in a graph and outside.
+    """
+    return m <= GATHERED_ROWS and weight.nbytes <= GATHERED
 
 
 def gather_unfit(
