@@ -18,11 +18,11 @@ from cases import AGCase, RSCase
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.ops import choice, tuned, tuning
+from fluxlike.ops import choice, gemm_rs, tuned, tuning
 from fluxlike.ops.choice import Problem
 from fluxlike.ops.context import Context
 from fluxlike.ops.tuned import Entry, Machine
-from fluxlike.runtime import cpu, env, world
+from fluxlike.runtime import cpu, dry, env, world
 
 ROOT = Path(__file__).resolve().parents[1]
 H200 = Machine("NVIDIA H200", (9, 0), 132)
@@ -425,6 +425,29 @@ def test_ranks_on_gpus_of_two_kinds_choose_alike(op, nodes):
         ctx.tuned = tuned.agreed(SimpleNamespace(whole=peers, size=2) if nodes else peers, op, BF16, executor)
         chosen.append(choice.choose(Context.problem(ctx, 8192, 8192, 8192), "auto", ctx.tuned.table))
     assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize(
+    ("pair", "least"),
+    ((((9, 0), (10, 0)), (9, 0)), (((9, 0), (12, 0)), (12, 0)), (((8, 0), (12, 0)), (8, 0))),
+)
+def test_tiles_are_those_that_fit_each_gpu(pair, least):
+    """One of compute capability 12 has less shared memory than a Hopper."""
+    for here, other in (pair, pair[::-1]):
+        executor = SimpleNamespace(device=torch.device("cpu"), name="one", capability=here, programs=132)
+        assert tuned.agreed(Peers(Machine("other", other, 132).as_json()), "gemm_rs", BF16, executor).capability == least
+
+
+def test_what_may_be_shared_has_memory(monkeypatch):
+    """Of a Blackwell beside a Hopper, too: its last wave is shared as by that one, which needs a place for each program."""
+    found = tuned.agreed
+    monkeypatch.setattr(tuned, "agreed", lambda *args: replace(found(*args), capability=(9, 0)))
+    x, weight = dry.tensor((1024, 32768), BF16), dry.tensor((14336, 32768), BF16)
+    with dry.recording((10, 0), 4) as records:
+        ctx = gemm_rs.create_gemm_rs_context(1024, 14336, 4 * 32768, schedule="in_kernel")
+        gemm_rs.gemm_rs(x, weight, ctx)
+        places, programs = len(ctx.parts), ctx.world.executor.programs
+    assert any(record.constants["SHARED"] for record in records) and places == programs
 
 
 def test_memory_is_taken_for_as_fast_as_the_slowest_gpu_s():

@@ -112,8 +112,8 @@ class Context(GroupContext):
         if schedule in ("auto", choice.DECOMPOSED):
             self.lanes = executor.lanes(("products", self.control.name))
         self.ready = self.lasting(self.size * tiling.MAX_SUBS, dtype=torch.int32, make=torch.zeros)
-        # parts of tiles, and the words that say that they are there; stream_k shares twice a call
-        shares = schedule not in choice.TORCH and cost.may_share(executor.capability, self.dtype)
+        # parts of tiles, and the words that say that they are there; stream_k shares twice a call, others as all GPUs together may
+        shares = schedule not in choice.TORCH and cost.may_share(self.tuned.capability, self.dtype)
         places = 2 * executor.programs if schedule == "stream_k" else executor.programs if shares else 1
         self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)

@@ -34,7 +34,7 @@ import triton
 from .. import __version__
 from ..runtime import env, files
 from ..runtime.control import ControlGroup
-from . import choice, cost
+from . import choice, cost, tiling
 from .choice import Choice, Problem, Shape
 
 log = logging.getLogger("fluxlike")
@@ -221,7 +221,8 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
     elif mode != "off":
         log.warning("%s: the ranks' GPUs differ (%s), so no tuned choices are used", op, [theirs[0] for theirs in said])
     machines = [theirs[0] for theirs in said]
-    major, minor = min(tuple(theirs["capability"]) for theirs in machines)
+    # tiles of a GPU with much shared memory do not fit another one, whatever its number
+    major, minor = min((tuple(theirs["capability"]) for theirs in machines), key=lambda found: (tiling.is_large(found), found))
     memory = min(cost.memory_rate(theirs["gpu"]) for theirs in machines)
     return Agreed(mode, products, (major, minor), min(theirs["multiprocessors"] for theirs in machines), memory, table)
 
