@@ -206,7 +206,7 @@ def _collective(group: Any, transport: str, kind: str, call: int) -> None:
 
 def _fused(ranks: int, rank: int, call: int, several: bool, kind: str) -> bool:
     """gemm_ar in one kernel: three programs with several pieces each, or one with one. Then in two trips, and ag_gemm, of
-    several blocks or one, whose words are not lost."""
+    several blocks or one, whose words are not lost; the first of them read as descriptors."""
     fused.is_usual = lambda ctx: True
     generator = torch.Generator().manual_seed(call)
 
@@ -225,9 +225,9 @@ def _fused(ranks: int, rank: int, call: int, several: bool, kind: str) -> bool:
     if kind == "lost" or (kind == "overtaken" and call < CALLS[kind] - 1):  # the gathers follow one another, and wait for all
         return right
     made = (ctx for ctx in world.current().contexts if ctx.op == "ag_gemm" and hasattr(ctx, "schedule"))
-    ag = next(made, None) or fluxlike.create_ag_gemm_context(48, 192, 192, torch.float16, schedule="sequential")
+    ag = next(made, None) or fluxlike.create_ag_gemm_context(72, 192, 192, torch.float16, schedule="sequential")
     for _ in range(CALLS[kind] if kind == "overtaken" else 2):
-        rows = torch.randint(-2, 3, (ranks, 16 if several else 1, 192), generator=generator).half()
+        rows = torch.randint(-2, 3, (ranks, 24 if several else 1, 192), generator=generator).half()
         w = torch.randint(-2, 3, (n, 192), generator=generator).half()
         z = fluxlike.ag_gemm(rows[rank], w, ag)
         assert ag.last_path == "sequential/fused"
