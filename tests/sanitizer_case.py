@@ -89,6 +89,12 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
             z = fluxlike.ag_gemm(several[rank, :8].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
             assert torch.equal(z.cpu(), several[:, :8].reshape(-1, 16).repeat(1, n // 16)), f"ag_gemm fused {n}"
             assert ctx.last_path == "sequential/fused"
+    wide, rows = 64 * world.current().executor.programs, several.repeat(1, 2, 1)[:, :40]
+    with fluxlike.create_ag_gemm_context(40 * ranks, wide * ranks, 16, schedule="sequential") as ctx:
+        for _ in range(3):
+            z = fluxlike.ag_gemm(rows[rank].to(device), torch.eye(16).repeat(wide // 16, 1).to(device).bfloat16(), ctx)
+            assert torch.equal(z.cpu(), rows.reshape(-1, 16).repeat(1, wide // 16)), "ag_gemm fused, of more rows"
+            assert ctx.last_path == "sequential/fused" or not fused.has_wide(world.current().executor.capability)
     fused.is_usual = usual
 
 
