@@ -78,7 +78,7 @@ def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Ti
         return Tile(rows, columns, 64, 1, 1, wide)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of more, blocks of the exchange are less than vectors of 16 bytes
+    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of eight, a thread has only 8 bytes of a block that is exchanged
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
 
 
@@ -117,7 +117,7 @@ def gains(m: int, weight: torch.Tensor) -> bool:
     """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
 
     Up to `ROWS` they are no slower so in a graph, and faster without. With more rows they are slower in a graph, but ahead of torch
-    and NCCL there, too, and without one, where two launches wait for the host, they would be behind these by torch's product
+    and NCCL there, too (96 rows not quite), and without one, where the host decides, they would be behind these by torch's product
     (docs/measured/2026-11-28-wide.md). One way for both, as a call has the same bits in a graph and outside.
     """
     return m <= GATHERED_ROWS and weight.nbytes <= GATHERED
@@ -144,7 +144,7 @@ def _unread(ctx: exchange.ExchangeContext, m: int, weight: torch.Tensor, others:
         return says + (more if has_wide(executor.capability) and not ctx.kind.scatter else "")
     if k == 0 or n % WHOLE or k % WHOLE:
         return f"N={n} and K={k} of this rank are no multiples of {WHOLE}"
-    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (tile.tma and weight.stride(0) < k and n > 1):
+    if weight.stride(1) != 1 or weight.stride(0) % WHOLE or (tile.tma and weight.stride(0) < k):
         return f"strides {weight.stride()} of weight are not a multiple of {WHOLE}{' from K on' * tile.tma} and 1"
     if any(t.data_ptr() % again.ALIGNED or t.is_neg() for t in (weight, *others) if t is not None):
         return f"an operand is a view that negates, or does not lie at a multiple of {again.ALIGNED} bytes"
