@@ -1,6 +1,7 @@
 """all_reduce: algorithms, operations, dtypes, sizes, places, lists, bit by bit against sums in the order of the ranks; faults."""
 
 import re
+import warnings
 import zlib
 
 import pytest
@@ -294,3 +295,23 @@ def test_a_small_tensor_counts_as_the_block_that_it_takes():
         fluxlike.all_reduce([small] * 1000)  # 64 KB, for which one_shot would send 2 MB to each of seven
         fluxlike.all_reduce(dry.tensor((16 << 10,), torch.float32))
         assert [record.kernel.fn.__name__ for record in records] == ["exchange_words_kernel", "all_reduce_one_shot_kernel"]
+
+
+def past_gradients(group):
+    """A result that gradients do not come through is told of, also one that is written in place; nothing else is."""
+    x = torch.ones(4, device=device(), requires_grad=True)
+    with pytest.warns(UserWarning, match="fluxlike.all_reduce makes no gradients, and x wants one, which does not come through"):
+        assert not fluxlike.all_reduce(x, group).requires_grad
+    for make in (lambda: x * 2, lambda: [x.detach(), x * 2]):
+        with pytest.warns(UserWarning, match="fluxlike.all_reduce_ makes no gradients, and x wants one, which goes past the call"):
+            fluxlike.all_reduce_(make(), group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fluxlike.all_reduce_([x, x.detach() * 2], group)
+        fluxlike.all_reduce_((x * 2).detach(), group)
+        with torch.no_grad():
+            fluxlike.all_reduce_(x * 2, group)
+
+
+def test_gradients_that_go_past_a_call_are_told_of():
+    run_ranks(past_gradients, 2)

@@ -22,7 +22,7 @@ from . import again, exchange, lists, trees, validate
 from .dispatcher import makes_graph
 from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
-from .refusals import Refusing, reduction, without_gradient
+from .refusals import Refusing, past_gradient, reduction, without_gradient
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -90,7 +90,10 @@ def all_reduce_(
     op: validate.Reduction = "sum",
     algo: str = "auto",
 ) -> Any:
-    """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap."""
+    """`all_reduce` in place: writes into ``x``, which must be contiguous, and returns it. Tensors of a list may not overlap.
+
+    Autograd does not see it: gradients go past it, of which a warning tells.
+    """
     op = op if isinstance(op, str) else reduction("all_reduce_", op, group)
     if makes_graph():
         from . import library_collectives
@@ -99,6 +102,7 @@ def all_reduce_(
     seen = _signature(x)
     control = resolve(group)
     with Refusing("all_reduce_", control):
+        past_gradient("all_reduce_", x)
         if _again(seen, x, control, op, algo, in_place=True) is not None:
             return x
         xs = _checked("all_reduce_", x, op, algo)
