@@ -1,5 +1,8 @@
 """gemm_ar: equality on small whole numbers, pieces, gradients, what is refused."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +180,22 @@ def test_tiles():
     assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(256, 64, 64, 4, 5, True)
     assert few.tile_of((9, 0), 128, 4224, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
     assert few.tile_of((8, 0), 65, 14336, 108) is None
+
+
+@pytest.mark.parametrize("capability", ((9, 0), (8, 0), (10, 0), (12, 0), (0, 0)))
+@pytest.mark.parametrize("programs", (4, 108, 132))
+def test_the_error_tells_which_sizes_have_tiles(capability, programs):
+    executor = SimpleNamespace(capability=capability, programs=programs)
+    ctx = SimpleNamespace(kind=exchange.Kind("ag_gemm", gather=True), world=SimpleNamespace(executor=executor))
+    says = few._unread(ctx, 300, torch.empty(16, 16, dtype=torch.bfloat16, device="meta"), ())
+    found = re.search(r"up to 32 rows, 64 of N above (\d+), and N up to (\d+)(?:; 256 rows of N above (\d+), up to (\d+))?$", says)
+    assert found, says
+    above, most, wide_above, wide_most = (None if n is None else int(n) for n in found.groups())
+    for n in {*range(16, 40000, 16), most, most + 16}:
+        for m, fits in ((32, n <= most), (64, above < n <= most), (65, False), (256, False)):
+            if m > 64 and wide_most is not None:
+                fits = wide_above < n <= wide_most
+            assert (few.tile_of(capability, m, n, programs) is not None) == fits, f"{m}×{n}: {says}"
 
 
 def not_fused(group):
