@@ -74,8 +74,8 @@ def create_ag_gemm_context(
         group: the tensor-parallel group; the one given to init if None.
         schedule: who carries the shards: "copy_engine", "in_kernel", or "auto": what was measured, else expected, to be faster
             (docs/tune.md). Two that leave the products to cuBLAS, from which auto chooses, too: "sequential", for few rows, and
-            for float32: one exchange kernel, then the products, or both in one kernel up to 64 rows, as "sequential/torch" and,
-            up to 256, "sequential/fused" do always (`ops.sequential`); "decomposed", not in float32: shards by the copy engine,
+            for float32: one exchange kernel, then the products, or both in one kernel up to 256 rows, as "sequential/torch" and
+            "sequential/fused" do always (`ops.sequential`); "decomposed", not in float32: shards by the copy engine,
             products beside them (`ops.decomposed`). And one that auto does not choose: "stream_k", in-kernel, with the product cut
             into equal shares of k-steps (`kernels.ag_gemm_stream_k`).
 

@@ -7,8 +7,8 @@ each piece, cost more than they hide. Measured: docs/performance.md, "Few rows".
     gemm_rs   partial = x · Wᵀ  [M, N], rounded to the dtype;  y = reduce_scatter(partial)
               both in one kernel, `kernels.fused`, on GPUs and for up to 64 rows whose operands can be read so
     ag_gemm   gathered = all_gather(x)  [M, K];  z = gathered · Wᵀ (+ bias)
-              both in one kernel alike, where that is asked for with wide weights also for up to 256; of several weights the
-              first, and torch multiplies the others
+              both in one kernel alike, with wide weights for up to 256; of several weights the first, and torch multiplies the
+              others
 
 The exchange has a context of its own inside that of the operation (`memory`), with its own count of calls. The protocol is that of
 `kernels.exchange`; the product and the exchange are ordered by the stream, and so are the calls, so that the scratch between the
