@@ -556,6 +556,7 @@ def test_where_nothing_can_be_written(tool, tmp_path, capsys, monkeypatch):
     }[tool]
     option = "--json" if tool == "links" else "--out"
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert getattr(parse(), option[2:]) == out
     monkeypatch.setenv("RANK", "0")

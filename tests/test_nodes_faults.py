@@ -188,7 +188,7 @@ NO_CONTEXTS = (
     ("gemm_rs", {"max_m": 65, "schedule": "sequential/fused"}, "max_m up to 64, not for max_m=65"),
     ("ag_gemm", {"n": -1}, "n=-1 is not a whole number above 0"),
     ("ag_gemm", {"n": 2.5}, "n=2.5 is not a whole number above 0"),
-    ("ag_gemm", {"max_m": 129, "schedule": "sequential/fused"}, "max_m up to 128, not for max_m=129"),
+    ("ag_gemm", {"max_m": 257, "schedule": "sequential/fused"}, "max_m up to 256, not for max_m=257"),
 )
 
 
