@@ -22,7 +22,7 @@ from . import again, exchange, lists, trees, validate
 from .dispatcher import makes_graph
 from .exchange import MOST, OF_WORDS, OPS, TRIP, WORD_RATE, WORDS, ExchangeContext, Kind, Parts
 from .group import Prepared, Told, resolve, told
-from .refusals import Refusing, past_gradient, reduction, without_gradient
+from .refusals import Refusing, reduction, without_gradient
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,7 +102,7 @@ def all_reduce_(
     seen = _signature(x)
     control = resolve(group)
     with Refusing("all_reduce_", control):
-        past_gradient("all_reduce_", x)
+        without_gradient("all_reduce_", x, in_place=True)
         if _again(seen, x, control, op, algo, in_place=True) is not None:
             return x
         xs = _checked("all_reduce_", x, op, algo)

@@ -70,21 +70,18 @@ def reduction(op: str, name: Any, group: dist.ProcessGroup | None) -> str:
         return validate.reduction(op, name)
 
 
-def past_gradient(op: str, x: Any) -> None:
-    """Warn where ``op`` writes, past autograd, into what has a graph behind it: its gradients would be of what was there before."""
-    if wants_gradient(x) and any(getattr(t, "grad_fn", None) for t in (x if isinstance(x, (list, tuple)) else [x])):
-        warnings.warn(
-            f"fluxlike.{op} makes no gradients, and x wants one, which goes past the call as if it were not there. If it need not, "
-            "pass x.detach(); gemm_rs, ag_gemm and gemm_ar, and the layers of fluxlike.nn, make gradients",
-            stacklevel=3,
-        )
+def without_gradient(op: str, x: Any, in_place: bool = False) -> None:
+    """Warn where ``op``, which makes no gradients, cuts them off: what is in front of it would not be trained.
 
-
-def without_gradient(op: str, x: Any) -> None:
-    """Warn where ``op``, which makes no gradients, cuts them off: what is in front of it would not be trained."""
-    if wants_gradient(x):
-        warnings.warn(
-            f"fluxlike.{op} makes no gradients, and x wants one, which does not come through the result. If it need not, pass "
-            "x.detach(); gemm_rs, ag_gemm and gemm_ar, and the layers of fluxlike.nn, make gradients",
-            stacklevel=3,
-        )
+    ``in_place``: where it writes into what has a graph behind it, whose gradients would be of what was there before.
+    """
+    if not wants_gradient(x):
+        return
+    if in_place and not any(getattr(t, "grad_fn", None) for t in (x if isinstance(x, (list, tuple)) else [x])):
+        return
+    how = "goes past the call as if it were not there" if in_place else "does not come through the result"
+    warnings.warn(
+        f"fluxlike.{op} makes no gradients, and x wants one, which {how}. If it need not, pass x.detach(); gemm_rs, ag_gemm and "
+        "gemm_ar, and the layers of fluxlike.nn, make gradients",
+        stacklevel=3,
+    )
