@@ -421,12 +421,18 @@ def test_checkpoints_in_what_is_compiled():
 
 def compiled_tokens(group):
     """What the docs say: tokens of changing number, which the ranks do not share evenly, in one graph for any number of them."""
-    mesh, size, rank = DeviceMesh.from_group(group, device().type), group.size(), group.rank()
+    mesh = DeviceMesh.from_group(group, device().type)
     with device():
         whole, styled, ours = model(), parallel(model(), mesh, local=False), Sharded(model(), group, 0, False)
     whole.norm = styled.norm = ours.norm = nn.Identity()
     torch._dynamo.reset()
     styled, ours = (torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True) for one in (styled, ours))
+    with torch._functorch.config.patch(donated_buffer=not torch.__version__.startswith(("2.10.", "2.11."))):
+        any_number(whole, styled, ours, mesh)
+
+
+def any_number(whole, styled, ours, mesh):
+    size, rank = mesh.size(), mesh.get_local_rank()
     for tokens in (7, 8, 6, 5, 2, 3):
         x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(device()).requires_grad_()
         y = whole(x)

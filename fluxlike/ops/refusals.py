@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..runtime import programs
+from ..runtime import faking, programs
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, heard, is_heard
 from . import validate
@@ -44,8 +44,11 @@ class Refusing:
 
 
 def leaving_out(op: str, where: ControlGroup | dist.ProcessGroup | None) -> contextlib.AbstractContextManager[None]:
-    """`Refusing`, for what torch.compile may trace: what raises then is not told, as it is at another time on each rank."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else Refusing(op, resolve(where))
+    """`Refusing`, for what torch.compile may trace: what raises then is not told, as it is at another time on each rank.
+
+    Before torch 2.13 a backward that is traced does not know it, but has tensors without memory. Nor does it connect the group.
+    """
+    return contextlib.nullcontext() if torch.compiler.is_compiling() or faking.is_on() else Refusing(op, resolve(where))
 
 
 def _tell(op: str, control: ControlGroup) -> None:

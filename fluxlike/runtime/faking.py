@@ -1,6 +1,6 @@
 """Torch's FakeTensorMode, under which new tensors have no memory: nothing there may be given to a kernel, or to gloo.
 
-Nor may what make_fx or torch.jit.trace records: its numbers cannot be read.
+Nor may what make_fx or torch.jit.trace records, or functionalization holds: its numbers cannot be read.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import torch
 
 _mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL  # type: ignore[attr-defined]
 
 
 def is_on() -> bool:
@@ -19,7 +20,7 @@ def is_on() -> bool:
 
 def off() -> contextlib.AbstractContextManager[object]:
     """A ``with`` in which new tensors have memory and can be read, also under such a mode, or one that records."""
-    if is_on() or _mode(_PROXY) is not None or torch._C._is_tracing():  # type: ignore[attr-defined]
+    if is_on() or _mode(_PROXY) is not None or _mode(_FUNCTIONAL) is not None or torch._C._is_tracing():  # type: ignore[attr-defined]
         return _off()
     return contextlib.nullcontext()
 
@@ -27,6 +28,7 @@ def off() -> contextlib.AbstractContextManager[object]:
 @contextlib.contextmanager
 def _off() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily  # which is there, if a mode is
+    from torch._subclasses.functional_tensor import disable_functional_mode
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     trace = torch._C._get_tracing_state()  # type: ignore[attr-defined]
@@ -34,6 +36,7 @@ def _off() -> Iterator[None]:
         if is_on():
             ends.enter_context(unset_fake_temporarily())
         ends.enter_context(disable_proxy_modes_tracing())  # also of torch.export's, which `_mode` does not know
+        ends.enter_context(disable_functional_mode())
         ends.callback(torch._C._set_tracing_state, trace)  # type: ignore[attr-defined]
         torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         yield
