@@ -14,6 +14,7 @@ from ranks import LARGEST, device, run_ranks
 import fluxlike
 from fluxlike.ops import all_reduce, exchange, tiling
 from fluxlike.runtime import world
+from fluxlike.runtime.heap import free_on_all
 
 SOON_S = 30.0
 
@@ -182,13 +183,14 @@ def test_a_rank_without_memory_for_a_context(op):
 
 @contextlib.contextmanager
 def one_range(group):
-    """Of the heap's free ranges only the largest: others may be in it, as it has grown in several segments."""
+    """Of what is free on all ranks only the largest range: others may be in it, as it has grown in several segments."""
     heap, control = world.current().heap, world.current().control_of(group)
-    sizes = sorted((size for free in heap._free for _, size in free), reverse=True)
+    common = free_on_all(control.gather(heap._free, "what is free"))
+    sizes = sorted((size for free in common for _, size in free), reverse=True)
     largest, *others = [heap.allocate(size, control, world.current().indices(control)) for size in sizes]
     heap.free(largest)
     try:
-        yield heap
+        yield heap, largest.nbytes
     finally:
         for block in others:
             heap.free(block)
@@ -196,12 +198,12 @@ def one_range(group):
 
 def half_made(group):
     """The heap has room for the first of two blocks only, for a group that cannot make it grow."""
-    with one_range(group) as heap:
-        half_made_in(heap, group)
+    with one_range(group) as (heap, room):
+        half_made_in(heap, group, room)
 
 
-def half_made_in(heap, group):
-    before, room = held(), heap.nbytes - heap.in_use
+def half_made_in(heap, group, room):
+    before = held()
     columns = (room - (8 << 20)) // 4096  # of 4 KiB in the slots for 1024 rows of two ranks; the exchange takes 20 MiB and more
     assert told(lambda: fluxlike.create_gemm_rs_context(1024, columns, 1024, torch.bfloat16, group, "sequential"), RuntimeError)[0]
     assert held() == before

@@ -183,6 +183,7 @@ def shares(group):
     return [count - found[0] for count in (*found[1:], gloo_threads("gloo_tcp"))]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names before torch 2.13")
 def test_groups_share_a_thread_of_gloo():
     for outcome in run_fresh(shares, 2):
         assert outcome.ok and outcome.value == [1, 1, 1, 1, 0], str(outcome)

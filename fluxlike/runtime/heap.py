@@ -169,18 +169,23 @@ class SymmetricHeap:
         self._free.clear()
 
 
+def free_on_all(free_of_ranks: list[list[Free]]) -> list[Free]:
+    """Of each segment what is free on every rank, in order."""
+    segments: list[Free] = []
+    for first, *others in zip(*free_of_ranks, strict=False):  # a rank may be about to grow
+        common = first
+        for free in others:
+            common = [
+                (max(a, c), min(a + b, c + d) - max(a, c)) for a, b in common for c, d in free if min(a + b, c + d) > max(a, c)
+            ]
+        segments.append(sorted(common))
+    return segments
+
+
 def first_fit(free_of_ranks: list[list[Free]], nbytes: int) -> tuple[int, int] | None:
     """The first (segment, offset) where ``nbytes`` are free on every rank, or None. The same answer on every rank."""
-    for index in range(min(len(free) for free in free_of_ranks)):
-        common = free_of_ranks[0][index]
-        for free in free_of_ranks[1:]:
-            common = [
-                (max(a, c), min(a + b, c + d) - max(a, c))
-                for a, b in common
-                for c, d in free[index]
-                if min(a + b, c + d) > max(a, c)
-            ]
-        for offset, size in sorted(common):
+    for index, common in enumerate(free_on_all(free_of_ranks)):
+        for offset, size in common:
             if size >= nbytes:
                 return index, offset
     return None
