@@ -46,6 +46,7 @@ CODE_OF |= {f"2026-11-27-ag_gemm-{how}-R2{mode}.json": "3846498" for how in ("fu
 #: Few rows by torch's product and in one kernel, in one run: machines' records of an op, and what was run.
 SIDE_BY_SIDE = {"2×H200": ("2026-11-28-{}-few-R2{}.json", "808ecbb"), "2×H100": ("2026-11-28-{}-few-H100-R2{}.json", "9822d0f")}
 SIDE_BY_SIDE["wide"] = "2026-11-28-{}-wide-R2{}.json", "0f1ae78"  # and more rows, on two H200s
+SIDE_BY_SIDE["4×H200"] = "2026-11-28-{}-few-R4{}.json", "e08e55c"
 for _name, _commit in SIDE_BY_SIDE.values():
     CODE_OF |= {_name.format(op, mode): _commit for op in (*OPS, "gemm_ar") for mode in MODES}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.
