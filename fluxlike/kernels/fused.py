@@ -31,21 +31,23 @@ as torch's product in front of an exchange would be.
 
 ``gather_fused_kernel`` computes z = x · Wᵀ (+ bias), x [M, K] of the shards of all ranks and W [N, K] of the rank. Its programs
 first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
-Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's number, for which all wait, and
-then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing guards ``gathered`` between calls,
-as these follow each other on the stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2
-cache, as of W, and by pointers took up to 36 % longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while
-the shards are on their way, that they come to the L2 cache, gained nothing.
+A multiprocessor has one or two of them, where it has four of that kernel's; so each takes several blocks at once, and what all
+peers send of them, as one look at what has come takes as long as many. Those that had something to exchange arrive at a counter,
+the last opens ``gate`` with the call's number, for which all wait, and then each multiplies its BN columns. The gate needs no
+reset, as numbers only grow, and nothing guards ``gathered`` between calls, as these follow each other on the stream. More than 64
+rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers took up to 36 % longer
+(docs/measured/2026-11-28-wide.md). To ask for the first lines of W while the shards are on their way, that they come to the L2
+cache, gained nothing.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
-from .elements import SUM, advance, load_payload, pack, place_in_part, reduce_words, row_from, row_of, store_payload
+from .elements import SUM, advance, pack, reduce_words, row_from, row_of
 from .lang import tma_acquire
 from .sync import ARRIVED, WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
-from .words import put, put_at, receive_from, sendable, take_words
+from .words import put_at, sendable, take_words
 
 
 @triton.jit
@@ -149,6 +151,52 @@ def product_fused_kernel(
 
 
 @triton.jit
+def held(owner, n, chunk, width):
+    """Words of the part of ``owner``; ``n``, ``chunk`` and ``width`` are elements of 16 bits, and multiples of 16."""
+    first = owner.to(tl.int64) * chunk
+    return tl.maximum(tl.minimum(first + width, n) - first, 0) // 16 * 8
+
+
+@triton.jit
+def words_of(gathered, owner, chunk):
+    """Where the words of the part of ``owner`` begin."""
+    return gathered.to(tl.pointer_type(tl.int32), bitcast=True) + owner.to(tl.int64) * (chunk // 16 * 8)
+
+
+@triton.jit
+def gather(
+    x, gathered, epoch, ctl, n, chunk, width, part, lot, capacity, offset, rank,
+    R: tl.constexpr, S: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Exchange the parts of all ranks: each program takes ``lot`` blocks at once, and every so many behind those of the others."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    pitch = capacity.to(tl.int64) * WORDS
+    sent, at = part * WORDS, tl.arange(0, B)  # blocks that are sent are whole
+    x = x.to(tl.pointer_type(tl.int32), bitcast=True)
+    for start in range(program * lot, part, programs * lot):
+        word = start * WORDS + at
+        inside = (at < lot * WORDS) & (word < sent)
+        own = inside & (word < held(rank, n, chunk, width))
+        mine = sendable(tl.load(tl.multiple_of(x + word, 16), mask=own, other=0))
+        for step in tl.static_range(1, R):
+            peer = (rank + step) % R
+            there = row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, R - 1)
+            put_at(tl.multiple_of(there + word, 16), inside, mine)
+        tl.store(tl.multiple_of(words_of(gathered, rank, chunk) + word, 16), mine, mask=own)
+    here = row_of(ctl, rank, offset, epoch, 0, pitch, R - 1)
+    step = tl.arange(0, S)[None, :] + 1
+    source = (rank + step) % R
+    for start in range(program * lot, part, programs * lot):
+        word = start * WORDS + at[:, None]
+        inside = (at[:, None] < lot * WORDS) & (word < sent) & (step < R)
+        pointers = tl.multiple_of(here + row_from(source, rank) * pitch + word, [16, 1])
+        none, sources = tl.zeros((B, S), tl.int32), tl.broadcast_to(source, (B, S))
+        got = take_words(pointers, inside, none, sources, ctl, rank, WAIT_RESULT, R)
+        places = tl.multiple_of(words_of(gathered, source, chunk) + word, [16, 1])
+        tl.store(places, got, mask=inside & (word < held(source, n, chunk, width)))
+
+
+@triton.jit
 def open_gate(gate, ctl, writers, epoch):
     """By each of the programs that have stored something: the last of them says that all is there."""
     if is_last_of(writers, ctl, False):
@@ -157,40 +205,26 @@ def open_gate(gate, ctl, writers, epoch):
 
 
 @triton.jit(do_not_specialize=[
-    "n", "chunk", "width", "part", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
+    "n", "chunk", "width", "part", "lot", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
 ])  # fmt: skip
 def gather_fused_kernel(
-    x, gathered, read, w, z, bias, gate, epochs, ctl, n, chunk, width, part, M, N, K, stride_w, capacity, offset, rank,
-    R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WORDS: tl.constexpr, VEC: tl.constexpr,
+    x, gathered, read, w, z, bias, gate, epochs, ctl, n, chunk, width, part, lot, M, N, K, stride_w, capacity, offset, rank,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call; a program for every BN columns. N, K and stride_w are multiples of 16, addresses of 16 bytes.
 
-    x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part``, ``capacity`` and VEC as in
-    `exchange.exchange_words_kernel`, of blocks of WORDS words. ``read``: ``gathered`` once more; TMA: its descriptor, and w is one.
+    x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part`` and ``capacity`` as in
+    `exchange.exchange_words_kernel`, of blocks of WORDS words, and multiples of 16 where they are elements. ``lot``: blocks that a
+    program takes at once; B: words that it has room for, a power of two; S: R - 1 rounded up to one. ``read``: ``gathered`` once
+    more; TMA: its descriptor, and w is one.
     """
     program = tl.program_id(0)
-    programs = tl.num_programs(0)
     epoch = tl.load(epochs + program) + 1
-    pitch = capacity.to(tl.int64) * WORDS
-    for block in range(program, part, programs):
-        source, left = place_in_part(x, ctl, 1, part, 0, n, chunk, width, rank, block, R, True, 2 * WORDS, False, VEC)
-        mine = sendable(load_payload(source, left, 2, WORDS))
-        for step in tl.static_range(1, R):
-            peer = (rank + step) % R
-            put(row_of(ctl, peer, offset, epoch, row_from(rank, peer), pitch, R - 1) + block * WORDS, mine, WORDS)
-        place, left = place_in_part(gathered, ctl, 1, part, 1, n, chunk, width, rank, block, R, False, 2 * WORDS, False, VEC)
-        store_payload(place, left, mine, 2, WORDS)
-    here = row_of(ctl, rank, offset, epoch, 0, pitch, R - 1)
-    for block in range(program, part, programs):
-        for step in tl.static_range(1, R):
-            owner = (rank + step) % R
-            row = here + row_from(owner, rank) * pitch
-            got = receive_from(row + block * WORDS, owner, ctl, rank, WAIT_RESULT, R, WORDS)
-            place, left = place_in_part(gathered, ctl, 1, part, 1, n, chunk, width, owner, block, R, False, 2 * WORDS, False, VEC)
-            store_payload(place, left, got, 2, WORDS)
-    if program < part:
-        open_gate(gate, ctl, tl.minimum(part, programs), epoch)
+    gather(x, gathered, epoch, ctl, n, chunk, width, part, lot, capacity, offset, rank, R, S, B, WORDS)
+    lots = tl.cdiv(part, lot)
+    if program < lots:
+        open_gate(gate, ctl, tl.minimum(lots, tl.num_programs(0)), epoch)
     wait(gate, epoch, ctl, rank, WAIT_GATHERED, rank, R)
     tma_acquire(TMA)
     N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)

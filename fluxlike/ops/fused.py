@@ -1,6 +1,5 @@
 """Products of few rows that are exchanged by the kernel that makes them (`kernels.fused`): which calls, in what tiles, launches."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +18,11 @@ GATHERED_ROWS = 256
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
 REGISTERS = tiling.registers(WARPS, exchange.OVER)
-#: Bytes of a weight up to which what is gathered is multiplied in the same kernel: larger ones cuBLAS reads faster, and calls with
-#: smaller ones wait for the host (docs/measured/2026-11-27-fused.md).
-GATHERED = 128 << 20
+#: Words that a thread holds at most while what is gathered is exchanged: more would not fit into its registers.
+HELD = 64
+#: Bytes of a weight up to which what is gathered is multiplied in the same kernel, by up to `ROWS` rows and by more: larger ones
+#: cuBLAS reads faster, and calls with smaller ones wait for the host (docs/measured/2026-11-27-fused.md, 2026-11-28-four-h200.md).
+GATHERED, GATHERED_WIDE = 256 << 20, 128 << 20
 
 
 class Tile(NamedTuple):
@@ -116,11 +117,11 @@ def unfit(
 def gains(m: int, weight: torch.Tensor) -> bool:
     """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
 
-    Up to `ROWS` they are no slower so in a graph, and faster without. With more rows they are slower in a graph, but ahead of torch
-    and NCCL there, too (96 rows not quite), and without one, where the host decides, they would be behind these by torch's product
-    (docs/measured/2026-11-28-wide.md). One way for both, as a call has the same bits in a graph and outside.
+    Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are slower in a graph, but ahead of
+    torch and NCCL there, too (96 rows not quite), and without one, where the host decides, they would be behind these by torch's
+    product (docs/measured/2026-11-28-wide.md). One way for both, as a call has the same bits in a graph and outside.
     """
-    return m <= GATHERED_ROWS and weight.nbytes <= GATHERED
+    return m <= GATHERED_ROWS and weight.nbytes <= (GATHERED if m <= ROWS else GATHERED_WIDE)
 
 
 def gather_unfit(
@@ -187,13 +188,15 @@ def gather_launch(
     (n, k), m, executor = weight.shape, len(gathered), ctx.world.executor
     tile = tile_of(executor.capability, m, n, executor.programs)
     assert tile is not None
-    vector = math.gcd(16 // part.element_size(), parts.n, parts.chunk)
-    constants = dict(R=ctx.size, BM=tile.bm, BN=tile.bn, BK=tile.bk, WORDS=exchange.WORDS, VEC=vector)
+    programs, sources = cdiv(n, tile.bn), 1 << (ctx.size - 2).bit_length()
+    lot = min(cdiv(parts.blocks, programs), max(HELD * 32 * tile.warps // (sources * exchange.WORDS), 1))
+    room = exchange.WORDS << (lot - 1).bit_length()
+    constants = dict(R=ctx.size, S=sources, BM=tile.bm, BN=tile.bn, BK=tile.bk, B=room, WORDS=exchange.WORDS)
     constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
     operands: tuple = gathered, weight
     if tile.tma:
         operands = tiling.descriptor(gathered, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
     args = (part, gathered, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
-    sizes = (*parts, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
+    sizes = (*parts, lot, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
     varying = (0, 3, 4) if bias is None else (0, 3, 4, 5)
-    return ctx.prepare(gather_fused_kernel, cdiv(n, tile.bn), (*args, *sizes), constants, tile, varying)
+    return ctx.prepare(gather_fused_kernel, programs, (*args, *sizes), constants, tile, varying)

@@ -46,8 +46,8 @@ SHAPES = {
     "few": (16, 8192, 512),
     "fewer": (2, 4096, 512),
     "rows": (64, 8192, 512),
-    "gathered": (128, 14336, 512),
-    "most": (256, 7168, 512),
+    "gathered": (128, 14336, 4096),
+    "most": (256, 7168, 4096),
 }
 
 
@@ -207,7 +207,7 @@ def _counts(
     Of messages between nodes, ``last``: those that it waits for end a call; ``mates``: this rank's node has others.
     """
     # waits for words: for everything at once, by pieces of a tile, and for the results of each
-    looks = {"all_reduce_one_shot_kernel": 1, "product_fused_kernel": pieces, "gather_fused_kernel": peers}.get(name, 0)
+    looks = {"all_reduce_one_shot_kernel": 1, "product_fused_kernel": pieces, "gather_fused_kernel": 1}.get(name, 0)
     looks += {"exchange_words_kernel": owned_words, "relay_words_kernel": peers + 1}.get(name, 0)
     # a wait looks at its signal twice in the source, first and in its loop; the loop looks at two words and then at a third
     counts = {"release": releases, "arrival": arrivals, "acquire": 2 * waits}
