@@ -31,13 +31,12 @@ as torch's product in front of an exchange would be.
 
 ``gather_fused_kernel`` computes z = x · Wᵀ (+ bias), x [M, K] of the shards of all ranks and W [N, K] of the rank. Its programs
 first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
-A multiprocessor has one or two of them, where it has four of that kernel's; so each takes several blocks at once, and what all
-peers send of them, as one look at what has come takes as long as many. Those that had something to exchange arrive at a counter,
-the last opens ``gate`` with the call's number, for which all wait, and then each multiplies its BN columns. The gate needs no
-reset, as numbers only grow, and nothing guards ``gathered`` between calls, as these follow each other on the stream. More than 64
-rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers took up to 36 % longer
-(docs/measured/2026-11-28-wide.md). To ask for the first lines of W while the shards are on their way, that they come to the L2
-cache, gained nothing.
+A multiprocessor has one or two of them, where it has four of that kernel's; so each takes several blocks at once, and waits once
+for what all peers send of them. Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's
+number, for which all wait, and then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing
+guards ``gathered`` between calls, as these follow each other on the stream. More than 64 rows are read by TMA, TMA: there each
+program reads as much of x, from the L2 cache, as of W, and by pointers took up to 36 % longer (docs/measured/2026-11-28-wide.md).
+To ask for the first lines of W while the shards are on their way, that they come to the L2 cache, gained nothing.
 """
 
 import triton
