@@ -23,6 +23,7 @@ for the wait.
 A wrong number raises `Wrong`; the race checker and a wait that runs out raise for themselves.
 """
 
+import collections
 import contextlib
 import importlib
 import itertools
@@ -159,29 +160,30 @@ def _overtaken(group: Any) -> Iterator[None]:
     """Rank 0 begins to read in call 1 only when the others have sent all of call 2."""
     store, scene = dist.distributed_c10d._get_default_store(), next(_overtakings)
 
-    def held(read: Any, looks: int = 1) -> Any:
-        """``looks``: how often a call reads."""
-        calls, sent = itertools.count(), f"scene {scene}, {read.__name__}, sent by"
+    def held(read: Any, at: int) -> Any:
+        """``at``: which argument says what is read. Each is read once a call; of a product partial sums, of a gather results."""
+        calls: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
         def late(*args: Any) -> Any:
-            call, look = divmod(next(calls), looks)
-            if group.rank() == 0 and (call, look) == (1, 0):
+            what = str(args[at])
+            call, sent = next(calls[what]), f"scene {scene}, {read.__name__} {what}, sent by"
+            if group.rank() == 0 and call == 1:
                 store.wait([f"{sent} {peer}" for peer in range(1, RANKS)])
-            if group.rank() > 0 and (call, look) == (2, 0):
+            if group.rank() > 0 and call == 2:
                 store.set(f"{sent} {group.rank()}", "")
             return read(*args)
 
         return late
 
-    def put(receive: Any, take_words: Any, receive_from: Any) -> None:
+    def put(receive: Any, take_words: Any) -> None:
         fluxlike.kernels.all_reduce.receive = fluxlike.kernels.exchange.receive = receive
-        fluxlike.kernels.fused.take_words, fluxlike.kernels.fused.receive_from = take_words, receive_from
+        fluxlike.kernels.fused.take_words = take_words
 
-    put(held(words.receive), held(words.take_words), held(words.receive_from, RANKS - 1))
+    put(held(words.receive, 5), held(words.take_words, 6))
     try:
         yield
     finally:
-        put(words.receive, words.take_words, words.receive_from)
+        put(words.receive, words.take_words)
 
 
 def _collective(group: Any, transport: str, kind: str, call: int) -> None:
