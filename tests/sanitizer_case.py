@@ -84,10 +84,11 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
                 y = fluxlike.gemm_ar(several[rank].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
                 assert torch.equal(y.cpu(), several.float().sum(0).bfloat16().repeat(1, n // 16)), f"gemm_ar {algo} fused {n}"
     usual, fused.is_usual = fused.is_usual, lambda ctx: True  # in the interpreter, too
-    with fluxlike.create_ag_gemm_context(8 * ranks, 96, 16, schedule="sequential") as ctx:
+    shards = several[:, :8].repeat(1, 1, 128)  # of so many columns that a program exchanges several blocks at once, and again
+    with fluxlike.create_ag_gemm_context(8 * ranks, 96, 2048, schedule="sequential") as ctx:
         for n in (96, 32, 96):
-            z = fluxlike.ag_gemm(several[rank, :8].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
-            assert torch.equal(z.cpu(), several[:, :8].reshape(-1, 16).repeat(1, n // 16)), f"ag_gemm fused {n}"
+            z = fluxlike.ag_gemm(shards[rank].to(device), torch.eye(2048)[:n].to(device).bfloat16(), ctx)
+            assert torch.equal(z.cpu(), shards.flatten(0, 1)[:, :n]), f"ag_gemm fused {n}"
             assert ctx.last_path == "sequential/fused"
     wide, rows = 64 * world.current().executor.programs, several.repeat(1, 2, 1)[:, :40]
     with fluxlike.create_ag_gemm_context(40 * ranks, wide * ranks, 16, schedule="sequential") as ctx:

@@ -247,6 +247,7 @@ def met_in_a_backward(group):
         fakes = [leaf(mode.from_tensor(t)) for t in (x, w)]
         with mode:
             op(*fakes, new.group_name).sum().backward()
+            eager(*fakes, group=new).sum().backward()
         assert [t.grad.shape for t in fakes] == [x.shape, w.shape]
         assert new.group_name not in world.current()._controls, eager
         torch._dynamo.reset()

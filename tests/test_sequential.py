@@ -139,6 +139,8 @@ def gathered_in_one_kernel(group, dtype):
         wide = 128 * world.current().executor.programs
         sizes = (size, 32, 2048), (8 * size - 1, 96, 48), (1, 192, 1040), (64, 192, 80)
         sizes += (65, wide - 16, 48), (255, wide // 2, 80), (257, wide, 16)
+        # one program that exchanges several blocks at once, in turns of which the last is shorter; and several of them
+        sizes += ((9 if size == 2 else 5) * size - 1, 32, 2048), (255, wide // 2, 2048)
         for seed, (m, n, k) in enumerate(sizes):
             case = AGCase(m, [n] * size, k, dtype, seed, bias=bool(seed % 2))
             x, w, bias = case.inputs(rank)
@@ -161,6 +163,15 @@ def gathered_in_one_kernel(group, dtype):
 @pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
 def test_few_rows_are_gathered_in_one_kernel(ranks, dtype):
     run_ranks(gathered_in_one_kernel, ranks, dtype=dtype)
+
+
+def test_which_gathers_are_fused():
+    """The more rows, the smaller the weight that is worth it."""
+    for m, most in ((1, 256), (64, 256), (65, 128), (256, 128)):
+        for rows, expected in ((most << 10, True), ((most << 10) + 1, False)):
+            weight = torch.empty(rows, 512, dtype=torch.bfloat16, device="meta")  # of 1 KiB a row
+            assert fused.gains(m, weight) is expected, f"{m}, {weight.nbytes}"
+    assert not fused.gains(257, torch.empty(16, 16, dtype=torch.bfloat16, device="meta"))
 
 
 def demanded(group):

@@ -18,7 +18,7 @@ GATHERED_ROWS = 256
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
 REGISTERS = tiling.registers(WARPS, exchange.OVER)
-#: Words that a thread holds at most while what is gathered is exchanged: more would not fit into its registers.
+#: Words that a thread holds while what is gathered is exchanged, where that is more than one block: more take too many registers.
 HELD = 64
 #: Bytes of a weight up to which what is gathered is multiplied in the same kernel, by up to `ROWS` rows and by more: larger ones
 #: cuBLAS reads faster, and calls with smaller ones wait for the host (docs/measured/2026-11-27-fused.md, 2026-11-28-four-h200.md).
@@ -79,7 +79,7 @@ def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Ti
         return Tile(rows, columns, 64, 1, 1, wide)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of eight, a thread has only 8 bytes of a block that is exchanged
+    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of eight, a thread has only 8 bytes of a block
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
 
 

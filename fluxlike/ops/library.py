@@ -408,8 +408,8 @@ def ag_gemm(
 
 
 def _refusing(op: str, ctx: Any, group: Any) -> Any:
-    """`leaving_out` of a call whose group is connected if it was not; what is compiled is not there yet."""
-    return leaving_out(op, group if torch.compiler.is_compiling() else getattr(ctx, "control", None) or resolve(group))
+    """`leaving_out` of a call, on the group of its context; what is compiled is not there yet."""
+    return leaving_out(op, group if torch.compiler.is_compiling() else getattr(ctx, "control", None) or group)
 
 
 def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
