@@ -84,7 +84,7 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
                 y = fluxlike.gemm_ar(several[rank].to(device), torch.eye(16).repeat(n // 16, 1).to(device).bfloat16(), ctx)
                 assert torch.equal(y.cpu(), several.float().sum(0).bfloat16().repeat(1, n // 16)), f"gemm_ar {algo} fused {n}"
     usual, fused.is_usual = fused.is_usual, lambda ctx: True  # in the interpreter, too
-    shards = several[:, :8].repeat(1, 1, 128)  # of so many columns that a program exchanges several blocks at once, and again
+    shards = several[:, :8].repeat(1, 1, 128)  # a program exchanges several blocks at once; of more than two ranks in turns
     with fluxlike.create_ag_gemm_context(8 * ranks, 96, 2048, schedule="sequential") as ctx:
         for n in (96, 32, 96):
             z = fluxlike.ag_gemm(shards[rank].to(device), torch.eye(2048)[:n].to(device).bfloat16(), ctx)

@@ -19,7 +19,7 @@ SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 
 WARPS = 4
 REGISTERS = tiling.registers(WARPS, exchange.OVER)
 #: Words that a thread holds while what is gathered is exchanged, where that is more than one block: more take too many registers.
-HELD = 64
+WORDS_A_THREAD = 64
 #: Bytes of a weight up to which what is gathered is multiplied in the same kernel, by up to `ROWS` rows and by more: larger ones
 #: cuBLAS reads faster, and calls with smaller ones wait for the host (docs/measured/2026-11-27-fused.md, 2026-11-28-four-h200.md).
 GATHERED, GATHERED_WIDE = 256 << 20, 128 << 20
@@ -189,7 +189,7 @@ def gather_launch(
     tile = tile_of(executor.capability, m, n, executor.programs)
     assert tile is not None
     programs, sources = cdiv(n, tile.bn), 1 << (ctx.size - 2).bit_length()
-    lot = min(cdiv(parts.blocks, programs), max(HELD * 32 * tile.warps // (sources * exchange.WORDS), 1))
+    lot = min(cdiv(parts.blocks, programs), max(WORDS_A_THREAD * 32 * tile.warps // (sources * exchange.WORDS), 1))
     room = exchange.WORDS << (lot - 1).bit_length()
     constants = dict(R=ctx.size, S=sources, BM=tile.bm, BN=tile.bn, BK=tile.bk, B=room, WORDS=exchange.WORDS)
     constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
