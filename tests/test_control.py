@@ -211,7 +211,7 @@ def loses(group, how):
     if how != "files":
         return told(lambda: world.current().control.barrier("a meeting"), fluxlike.PeerTimeout)[0]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))  # none above those of the shell: how many threads hold open changes
     ones = told(lambda: control.ControlGroup([0], "alone", None, "alone"), fluxlike.PeerTimeout)[0]
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
     return ones
@@ -227,5 +227,5 @@ def test_what_is_said_of_connections_that_fail(how):
         assert "a meeting: not every rank of [0, 1] came within 2.5 s; " in said and "FLUXLIKE_TIMEOUT_S" in said, said
     else:
         words = {"dies": r"a meeting: the connections of ranks \[0, 1\]", "files": r"connecting .* of ranks \[0\]"}[how]
-        assert re.search(words + r" failed after 0\.\d s \(.{8,120}\); all ranks", said), said
+        assert re.search(words + r" failed after [01]\.\d s \(.{8,120}\); all ranks", said), said
         assert "FLUXLIKE_TIMEOUT_S" not in said and ".cc:" not in said and "typically" not in said, said
