@@ -96,7 +96,7 @@ def test_typed():
 
 
 def test_what_is_packaged(tmp_path):
-    """In both kinds of archive the package, its tables and py.typed; no tests, which setuptools packs without their helpers."""
+    """In both kinds of archive the package, all files of it; no tests, which setuptools packs without their helpers."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     for folder in ("fluxlike", "tests"):
@@ -111,7 +111,7 @@ def test_what_is_packaged(tmp_path):
         inside = {name.partition("/")[2] for name in archive.getnames()}
     with zipfile.ZipFile(next((source / "dist").glob("*.whl"))) as wheel:
         wheeled = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    wanted = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json", ".typed")}
+    wanted = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     assert wheeled == wanted and "fluxlike/py.typed" in wanted
     assert wanted | {"README.md", "LICENSE", "pyproject.toml"} <= inside
     assert not [name for name in inside if name.startswith("tests")]

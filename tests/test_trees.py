@@ -209,6 +209,11 @@ def test_part_of_a_machine():
     whole = LinkMatrix.preset("p3.16xlarge")
     assert whole.part(range(4)).bandwidth == LinkMatrix.preset("p3.8xlarge").bandwidth
     assert whole.part([5, 1]).bandwidth == ((0.0, 50.0), (50.0, 0.0))
-    for wrong in ([0, 0], [8], [-1]):
+    for wrong in ([0, 0], [8], [-1], []):
         with pytest.raises(ValueError, match="must name different GPUs, of 0 to 7"):
             whole.part(wrong)
+    for wrong in ([0.0], ["0"], None, 3):
+        with pytest.raises(ValueError, match="is no list of numbers of GPUs"):
+            whole.part(wrong)
+    with pytest.raises(ValueError, match=r"order \[0, 1\] does not name each of the 8 GPUs once"):
+        whole.relabelled([0, 1])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,15 +135,21 @@ class LinkMatrix:
         Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
     def relabelled(self, order: Sequence[int]) -> "LinkMatrix":
-        """The same machine with GPU ``order[i]`` as number i."""
-        if sorted(order) != list(range(len(self))):
+        """The same machine with GPU ``order[i]`` as number i. ValueError unless each is there once."""
+        part = self.part(order)
+        if len(part) != len(self):
             raise ValueError(f"order {list(order)} does not name each of the {len(self)} GPUs once")
-        return self.part(order)
+        return part
 
     def part(self, order: Sequence[int]) -> "LinkMatrix":
-        """Some of the GPUs, ``order[i]`` as number i, and the links between them."""
-        if len(set(order)) < len(order) or not set(order) <= set(range(len(self))):
-            raise ValueError(f"order {list(order)} must name different GPUs, of 0 to {len(self) - 1}")
+        """Some of the GPUs, ``order[i]`` as number i, and the links between them. ValueError for a number that is none of one, or
+        comes twice."""
+        try:
+            order = [operator.index(number) for number in order]
+        except TypeError as error:
+            raise ValueError(f"order {order!r} is no list of numbers of GPUs: {error}") from error
+        if not order or len(set(order)) < len(order) or not set(order) <= set(range(len(self))):
+            raise ValueError(f"order {order} must name different GPUs, of 0 to {len(self) - 1}")
         bandwidth = tuple(tuple(self.bandwidth[i][j] for j in order) for i in order)
         kind = tuple(tuple(self.kind[i][j] for j in order) for i in order)
         return replace(self, bandwidth=bandwidth, kind=kind, port=tuple(self.port[i] for i in order))

@@ -70,7 +70,7 @@ class Cost:
 
 def measure(matrix: LinkMatrix, trees: Sequence[Tree]) -> Cost:
     """What ``trees`` cost on ``matrix``. ValueError if they use a link that a plan for it may not."""
-    graph = Graph(matrix)
+    graph, trees = Graph(matrix), tuple(trees)
     links: Counter[tuple[int, int]] = Counter()
     ports: Counter[int] = Counter()
     for tree in trees:

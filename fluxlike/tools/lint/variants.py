@@ -157,7 +157,7 @@ def _world(case: Case, capability: tuple[int, int]) -> Iterator[list[dry.Record]
     with (
         _variable("FLUXLIKE_TOPOLOGY", f"nvswitch-{RANKS}"),
         _variable("FLUXLIKE_PUTS", "device" if case.puts == "far" else case.puts),
-        dry.recording(capability, RANKS, nodes=case.nodes, library=stub.library()) as records,
+        dry.recording(capability, RANKS, nodes=case.nodes, library=stub.LIBRARY) as records,
     ):
         world.current().executor.one_host = case.puts != "far"
         yield records
