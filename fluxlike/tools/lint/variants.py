@@ -30,8 +30,9 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
-#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused; more that are gathered so, and
-#: the most of those. The collectives take M×K elements, all_reduce also two tensors of so many.
+#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused, with a K of which programs
+#: gather several blocks at once; more that are gathered so, and the most of those, by four warps and by eight. The collectives take
+#: M×K elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -46,8 +47,10 @@ SHAPES = {
     "few": (16, 8192, 512),
     "fewer": (2, 4096, 512),
     "rows": (64, 8192, 512),
+    "deep": (64, 8192, 28672),
     "gathered": (128, 14336, 4096),
     "most": (256, 7168, 4096),
+    "widest": (256, 14336, 4096),
 }
 
 
@@ -107,8 +110,11 @@ def cases(capability: int) -> list[Case]:
         found += [Case(op, algo) for op in (COLLECTIVES if capability == 90 else COLLECTIVES[:1])]
     found += [Case(op, "two_shot") for op in COLLECTIVES[:2]]
     found += [Case("sparse_all_reduce", way) for way in ("owned", "direct")]
-    found += [Case("gemm_ar", "one_shot", "few"), Case("gemm_ar", "two_shot", "few"), Case("ag_gemm", "sequential", "few")]
+    found += [Case("gemm_ar", "one_shot", "few"), Case("gemm_ar", "two_shot", "few"), Case("ag_gemm", "sequential/fused", "deep")]
+    if capability >= 90:
+        found.append(Case("ag_gemm", "sequential/fused", "widest"))
     if capability == 90:
+        found.append(Case("ag_gemm", "sequential", "few"))
         found += [Case("gemm_ar", "one_shot", "fewer", torch.float16), Case("gemm_ar", "one_shot", "rows", bias=True)]
         found.append(Case("gemm_ar", "two_shot", "rows", bias=True))
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
