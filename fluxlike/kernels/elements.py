@@ -33,22 +33,27 @@ def place(
 
 
 @triton.jit
+def size_of_part(owner, n, chunk, width):
+    """Elements from owner · ``chunk`` to owner · ``chunk`` + ``width``, or ``n`` if that is less."""
+    first = owner.to(tl.int64) * chunk
+    return tl.maximum(tl.minimum(first + width, n) - first, 0)
+
+
+@triton.jit
 def place_in_part(
     tensor, table, tensors, part, which: tl.constexpr, n, chunk, width, owner, block,
     R: tl.constexpr, OWN: tl.constexpr, B: tl.constexpr, MANY: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """`place` of a block of the part of rank ``owner``: of a list ``part`` blocks, of one tensor the elements from
-    owner · ``chunk`` to owner · ``chunk`` + ``width``, or ``n`` if that is less. OWN: ``tensor`` is that part alone.
+    """`place` of a block of the part of rank ``owner``: of a list ``part`` blocks, of one tensor `size_of_part`. OWN: ``tensor``
+    is that part alone.
     """
     if MANY:
         start, left = place(tensor, table, tensors, part * R, which, n, owner * part + block, B, MANY, VEC)
     else:
-        first = owner.to(tl.int64) * chunk
-        size = tl.maximum(tl.minimum(first + width, n) - first, 0)
         start = tensor + block.to(tl.int64) * B
         if not OWN:
-            start += first // VEC * VEC
-        left = size // VEC * VEC - block.to(tl.int64) * B
+            start += owner.to(tl.int64) * chunk // VEC * VEC
+        left = size_of_part(owner, n, chunk, width) // VEC * VEC - block.to(tl.int64) * B
     return start, left
 
 

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
-from .elements import SUM, advance, pack, reduce_words, row_from, row_of
+from .elements import SUM, advance, pack, reduce_words, row_from, row_of, size_of_part
 from .lang import tma_acquire
 from .sync import ARRIVED, WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
 from .words import put_at, sendable, take_words
@@ -152,8 +152,7 @@ def product_fused_kernel(
 @triton.jit
 def held(owner, n, chunk, width):
     """Words of the part of ``owner``; ``n``, ``chunk`` and ``width`` are elements of 16 bits, and multiples of 16."""
-    first = owner.to(tl.int64) * chunk
-    return tl.maximum(tl.minimum(first + width, n) - first, 0) // 16 * 8
+    return size_of_part(owner, n, chunk, width) // 16 * 8
 
 
 @triton.jit
