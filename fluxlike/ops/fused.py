@@ -105,8 +105,9 @@ def unfit(
     parts = 1 if ctx.kind.gather and full == m else ctx.size
     if full * parts != m or full * n % block:  # other kernels send whole blocks, and wait for them
         return f"the part of a rank, [{full}, {n}], is no multiple of {block} elements, or not the same on all"
-    if ctx.kind.gather and parts > 1 and full * n // block > 2 * ctx.programs(exchange.MOST, exchange.OF_WORDS.over):
-        return f"the part of a rank, [{full}, {n}], takes other kernels more than two turns"
+    most = 2 * ctx.programs(exchange.MOST, exchange.OF_WORDS.over) * block  # two turns of other kernels
+    if ctx.kind.gather and parts > 1 and full * n > most:
+        return f"the part of a rank, [{full}, {n}], has more than {most} elements"
     if m > ROWS:
         return f"M={m} rows are more than {ROWS}"
     if m > 1 and x.stride(0) % WHOLE:
