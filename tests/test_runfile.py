@@ -132,6 +132,7 @@ def ends(tmp_path_factory):
 @pytest.mark.parametrize("key", ENDS, ids=", by the ".join)
 def test_a_race_that_is_caught_and_a_run_without_checks_are_no_success(ends, key):
     status, out, err = ends[key]
+    out = "".join(line for line in out.splitlines(True) if not line.startswith("[Gloo] "))  # of torch 2.10
     assert out == {"caught": "caught\n", "clean": "racecheck: no race found\n"}.get(key[0], "")
     assert status == int(bool(ENDS[key])) and ENDS[key] in err, err
     assert ("fluxlike racecheck: " in err) == bool(ENDS[key])
