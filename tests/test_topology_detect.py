@@ -415,7 +415,7 @@ def test_help_says_the_exit_statuses(tool, capsys):
     with pytest.raises(SystemExit) as end:
         fluxlike_main([tool, "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and "Exit status: 1 if " in said and "; 2 for wrong arguments, or " in said
+    assert end.value.code == 0 and "Exit status: 1 if " in said and "; 2 for wrong arguments, such as " in said
 
 
 @pytest.mark.parametrize("more", (["--objective", "mxnet"], ["--backtrack"], ["--link-usage-penalty", "0.5"], ["--k", "0"]))

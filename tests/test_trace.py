@@ -255,6 +255,18 @@ def test_times_of_another_schedule_are_refused(calls) -> None:
         trace_events.timeline(traced._replace(times=times))
 
 
+def untraceable(group) -> str:
+    """What is said of a context whose kernels note no times."""
+    with fluxlike.create_gemm_ar_context(M, N, group=group) as ctx, pytest.raises(ValueError) as refused:
+        tracing.begin(ctx)
+    return str(refused.value)
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    for said in run_ranks(untraceable, 2):
+        assert said.startswith("trace.begin: ") and "cannot be traced; give a context of create_gemm_rs_context or" in said
+
+
 def two_transports(group) -> list[list[int]]:
     """Parts of a chunk that a call by the copy engine copies, and one without in the same context."""
     found = []

@@ -51,7 +51,8 @@ def all_reduce(
             "bulk" (the same with signals beside the data), or "auto", the one of the first two that is expected to be faster; or
             "trees", for GPUs that are not all alike: over the trees that `fluxlike.topology.plan_trees` plans for
             FLUXLIKE_TOPOLOGY or, without it, for this machine; one up to FLUXLIKE_TREE_ARRAY_BOUND elements, beyond one for each
-            rank. The ranks agree on the plan when they first use it, and keep it. All ranks must name the same, as with op.
+            rank. The ranks agree on the plan when they first use it, and again when a larger call needs more memory. All ranks must
+            name the same, as with op.
 
     Returns:
         A new tensor, or a list of them, contiguous, with the shape and dtype of x.

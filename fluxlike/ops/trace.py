@@ -128,8 +128,14 @@ def begin(context: "Context") -> Trace:
         Where to `Trace.read` the last call: times in nanoseconds of the kernels' clock, and what relates it to the host's.
 
     Raises:
-        Nothing here. A call that is captured in a CUDA graph, and `Trace.read` of one that was not traced, are a RuntimeError.
+        ValueError: ``context`` is of another kind, or of ranks on several nodes. A call that is captured in a CUDA graph, and
+        `Trace.read` of one that was not traced, are a RuntimeError.
     """
+    if not hasattr(context, "forget_plans"):  # which only contexts have whose kernels can note times
+        raise ValueError(
+            f"trace.begin: {context!r} cannot be traced; give a context of create_gemm_rs_context or create_ag_gemm_context, of "
+            "ranks on one node"
+        )
     context.forget_plans()
     context.trace = Trace(context)
     return context.trace

@@ -181,7 +181,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike alone",
         description="What a call costs beside its product, on one GPU that plays one rank of several (protocol: the module).",
-        epilog="Exit status: 1 if a result is wrong or the file could not be written; 2 for wrong arguments, or under a launcher.",
+        epilog="Exit status: 1 if a result is wrong or its file could not be made after all; 2 for wrong arguments, such as a "
+        "path where no file can be made, or under a launcher.",
     )
     parser.add_argument("op", choices=("gemm_rs", "ag_gemm"))
     command.add_shapes(parser, suites=SUITES)

@@ -171,8 +171,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike links",
         description="Runs all_reduce on the CPU heap by emulated links of machines that are not there.",
-        epilog="Exit status: 1 if a call failed or the file could not be made; 2 for wrong arguments, or where GPUs are seen or "
-        "ranks are on several nodes. What is emulated, and what not, is in fluxlike/tools/links_wires.py.",
+        epilog="Exit status: 1 if a call failed or its file could not be made after all; 2 for wrong arguments, such as a path "
+        "where no file can be made, or where GPUs are seen or ranks are on several nodes. What is emulated, and what not, is in "
+        "fluxlike/tools/links_wires.py.",
     )
     which = "presets or JSON files (p3.16xlarge and nvswitch-8); of each the first GPUs, one a rank"
     parser.add_argument("topologies", nargs="*", default=["p3.16xlarge", "nvswitch-8"], help=which)

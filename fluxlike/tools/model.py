@@ -216,9 +216,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike model",
         description="Predicts gemm_rs and ag_gemm on clusters that are not there, by discrete events.",
-        epilog="Exit status: 1 if a file that was asked for could not be made; 2 for wrong arguments, or records that cannot be "
-        "read or are of calls that are not modelled. What is modelled, and what not, is in docs/nodes.md. Rates are of one GPU, in "
-        "one direction.",
+        epilog="Exit status: 1 if a file could not be made after all; 2 for wrong arguments, such as a path where no file can be "
+        "made, or records that cannot be read or are of calls that are not modelled. What is modelled, and what not, is in "
+        "docs/nodes.md. Rates are of one GPU, in one direction.",
     )
     parser.add_argument("op", choices=OPS)
     parser.add_argument("--nodes", default="1,2,4,8", help="numbers of nodes, as 1,2,4 (1,2,4,8)")

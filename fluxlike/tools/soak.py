@@ -387,8 +387,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.Parser(
         prog="python -m fluxlike soak",
         description="Random calls for a long time, every result checked. Start it with scripts/launch.sh. See docs/soak.md.",
-        epilog="Exit status: 1 if anything was wrong, if memory grew, if a rank failed, if no call was made or its file could not "
-        "be written; 2 for wrong arguments, or ranks on several nodes.",
+        epilog="Exit status: 1 if anything was wrong, if memory grew, if a rank failed, if no call was made or its file could "
+        "not be made after all; 2 for wrong arguments, such as a path where no file can be made, or ranks on several nodes.",
     )
     parser.add_argument("--minutes", type=float, required=True, help="how long, after the warm-up")
     parser.add_argument("--seed", type=int, default=0, help="of the steps and of the data (0)")

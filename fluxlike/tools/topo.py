@@ -24,8 +24,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m fluxlike topo",
         description="Prints how GPUs are linked and the trees planned for that.",
         epilog=f"presets: {', '.join((*presets.NAMES, *presets.NUMBERED))}; trees are planned for up to {MOST} GPUs, or for more "
-        "on one switch. Exit status: 1 if this machine's GPUs cannot be looked at, or a file that was asked for could not be made; "
-        "2 for wrong arguments, or a topology that cannot be read or has no plan. More in docs/topology.md.",
+        "on one switch. Exit status: 1 if this machine's GPUs cannot be looked at, or a file could not be made after all; 2 for "
+        "wrong arguments, such as a path where no file can be made, or a topology that cannot be read or has no plan. More in "
+        "docs/topology.md.",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("topology", nargs="?", help="a preset or a JSON file (FLUXLIKE_TOPOLOGY, else this machine's GPUs)")
