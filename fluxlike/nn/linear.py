@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parameter import is_lazy
 
 from ..ops.ag_gemm import ag_gemm
 from ..ops.gemm_rs import gemm_rs
@@ -92,11 +93,25 @@ def check_input(layer: str, x: torch.Tensor, weight: torch.Tensor, ranks: int) -
         )
 
 
+def is_linear(module: Any) -> bool:
+    """Whether a module does what nn.Linear does, so that a layer of ours can take its place."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
+def kind_of(module: Any) -> str:
+    own = isinstance(module, nn.Module) and "forward" in vars(module)
+    return f"{type(module).__name__}{' with a forward of its own' if own else ''}"
+
+
 def check_linears(layer: str, linears: Sequence[Any]) -> None:
     for linear in linears:
-        if not all(hasattr(linear, name) for name in ("in_features", "out_features", "weight", "bias")):
+        if not is_linear(linear):
             remedy = "; pass several as from_linear(*layers)" if isinstance(linear, (list, tuple)) else ""
-            raise ValueError(f"{layer}: a layer is a {type(linear).__name__}, it must be an nn.Linear{remedy}")
+            raise ValueError(
+                f"{layer}: a layer is a {kind_of(linear)}, it must be an nn.Linear with nn.Linear's own forward{remedy}"
+            )
+        if is_lazy(linear.weight):
+            raise ValueError(f"{layer}: a layer is a {type(linear).__name__} without weights; call it once before")
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
@@ -176,11 +191,11 @@ class InGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # without what `compile` has made of it, which has this one's parameters
-        return state | {"group": (self.group.group_name, world.ranks_of(self.group))}
+        return state | {"group": (self.group.group_name, world.ranks_of(self.group), dist.get_rank(self.group))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """ValueError if the group of that name, which torch counts up, is not of the same ranks here."""
-        name, ranks = state["group"]
+        """ValueError if the group of that name, which torch counts up, is not of the same ranks here, or this is another rank."""
+        name, ranks, place = state["group"]
         try:
             group = group_of(name)
             here = dist.get_process_group_ranks(group)
@@ -191,6 +206,11 @@ class InGroup(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: it was pickled with the group {name!r} of ranks {ranks}, which is {found} in this job; "
                 "make the groups in the same order, or load a state_dict into a layer of this job"
+            )
+        if dist.get_rank(group) != place:
+            raise ValueError(
+                f"{type(self).__name__}: rank {place} of its group has pickled it, whose part of the weights it has, and this is "
+                f"rank {dist.get_rank(group)}; let each rank pickle its own, and load that"
             )
         super().__setstate__(state | {"group": group})
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..ops.refusals import leaving_out
 from ..runtime import world
-from .linear import InGroup, autocast_dtype, check_divides, check_sequence, column_forward, row_forward
+from .linear import InGroup, autocast_dtype, check_divides, check_sequence, column_forward, is_linear, kind_of, row_forward
 
 
 class _Style(ParallelStyle):
@@ -37,11 +37,9 @@ class _Style(ParallelStyle):
     def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
         """Shard the parameters of a linear layer, and give it the forward of ``kind``."""
         name = f"fluxlike.nn.{type(self).__name__}"
-        patched = "forward" in vars(module)
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or patched:
-            kind_of = f"{type(module).__name__}{' with a forward of its own' if patched else ''}"
+        if not is_linear(module):
             raise ValueError(
-                f"{name}: the module is a {kind_of}; it must be an nn.Linear with nn.Linear's own forward, which is "
+                f"{name}: the module is a {kind_of(module)}; it must be an nn.Linear with nn.Linear's own forward, which is "
                 "what is replaced; name its linear layers in the plan"
             )
         if mesh.ndim != 1:
@@ -86,8 +84,9 @@ class SharedGather(ColwiseParallel):
 
     Args:
         names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
-            take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled does not
-            look for changes), and under one state of autocast. Other arguments: as ColwiseParallel's.
+            take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled, or under
+            torch.inference_mode, does not look for changes), under one state of autocast, and in one checkpoint if in any. Other
+            arguments: as ColwiseParallel's.
     """
 
     def __init__(self, *names: str, **layouts: Any) -> None:
@@ -230,6 +229,7 @@ class _Colwise(_Linear):
             x = self._input(x, Shard(dim))
             weights, biases = ([layer._part(p, Shard(0)) for layer in layers] for p in ("weight", "bias"))
         zs = column_forward(self.style, x, weights, biases, self.group, self.tp_mesh.size(), dim, m, False)
+        _watch(self.style, x, layers, zs)
         return [
             self._output(z, Shard(z.dim() - 1), (*z.shape[:-1], layer.weight.shape[0]))
             for z, layer in zip(zs, layers, strict=True)
@@ -242,8 +242,8 @@ class _Shared:
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
         self.layers, self.names = list(layers), list(names)
         self.input: torch.Tensor | None = None
-        #: Of the input, when it was gathered; None where torch does not say.
-        self.version: int | None = None
+        #: Of the input and the parameters, when the products were made.
+        self.versions: list[int | None] = []
         #: Whether gradients were recorded then.
         self.recorded = False
         self.first = ""
@@ -268,24 +268,8 @@ class _Shared:
         if not self.waiting or name == self.first:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
-            self.input, self.first, self.version, self.recorded = x, name, _version(x), torch.is_grad_enabled()
-        elif (
-            self.input is not x
-            or name not in self.waiting
-            or self._changed(x)
-            or self.recorded != torch.is_grad_enabled()
-            or self._cast_otherwise(name, x)
-        ):
-            if self.input is not x:
-                how = f"with another tensor than {self.first}"
-            elif name not in self.waiting:
-                how = f"again, before {', '.join(self.waiting)} took theirs"
-            elif self._changed(x):
-                how = f"with a tensor that was changed since {self.first} was called with it"
-            elif self.recorded != torch.is_grad_enabled():
-                how = f"with gradients on or off, unlike {self.first}"
-            else:
-                how = f"with torch.autocast on or off, or of another dtype, unlike {self.first}"
+            self.input, self.first, self.versions, self.recorded = x, name, self._versions(x), torch.is_grad_enabled()
+        elif (how := self._unlike_first(name, x)) is not None:
             self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
@@ -296,19 +280,52 @@ class _Shared:
             self.input = None
         return result
 
-    def _cast_otherwise(self, name: str, x: torch.Tensor) -> bool:
-        """What waits has another dtype than torch.autocast wants by now."""
-        return self.waiting[name].dtype != autocast_dtype(x, x.device.type)
+    def _unlike_first(self, name: str, x: torch.Tensor) -> str | None:
+        """How a layer is called otherwise than the one that made the products, so that it cannot have what waits."""
+        if self.input is not x:
+            return f"with another tensor than {self.first}"
+        if name not in self.waiting:
+            return f"again, before {', '.join(self.waiting)} took theirs"
+        now = self._versions(x)
+        if now and self.versions and now != self.versions:
+            if now[0] != self.versions[0]:
+                return f"with a tensor that was changed since {self.first} was called with it"
+            return f"with weights that were changed since {self.first} was called"
+        if self.recorded != torch.is_grad_enabled():
+            return f"with gradients on or off, unlike {self.first}"
+        if self.waiting[name].dtype != autocast_dtype(x, x.device.type):
+            return f"with torch.autocast on or off, or of another dtype, unlike {self.first}"
+        return None
 
-    def _changed(self, x: torch.Tensor) -> bool:
-        """Something was written into the input since it was gathered."""
-        now = _version(x)
-        return None not in (now, self.version) and now != self.version
+    def _versions(self, x: torch.Tensor) -> list[int | None]:
+        return _versions([x, *(parameter for layer in self.layers for parameter in layer._parameters.values())])
 
 
-def _version(x: torch.Tensor) -> int | None:
-    """What torch counts up when something is written into x."""
-    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
+    """What torch counts up when something is written into each, None where it does not; nothing in what is compiled."""
+    if torch.compiler.is_compiling():
+        return []
+    return [None if t is None or t.is_inference() else t._version for t in tensors]
+
+
+def _watch(style: str, x: torch.Tensor, layers: Sequence[_Linear], results: Sequence[torch.Tensor]) -> None:
+    """Let the backward of ``results`` raise where a weight that it reads has been changed in place by then.
+
+    torch sees to that for what an operation keeps. Here it keeps this rank's part, and changes count on the DTensor.
+    """
+    weights = [layer._parameters.get("weight") for layer in layers] if x.requires_grad else []
+    read = [w for w in weights if w is not None and autocast_dtype(w, x.device.type) == w.dtype]  # of what is cast a copy is kept
+    before = _versions(read)
+
+    def check(_: Any) -> None:
+        if _versions(read) != before:
+            raise RuntimeError(
+                f"{style}: a weight was changed in place between a forward and its backward, which would read the new values; "
+                "change weights, as an optimizer's step does, behind the backward, or make the forward again"
+            )
+
+    for node in {y.grad_fn for y in results if before and y.grad_fn is not None}:
+        node.register_prehook(check)
 
 
 class _Rowwise(_Linear):
@@ -320,4 +337,5 @@ class _Rowwise(_Linear):
             x = self._input(x, Shard(x.dim() - 1))
             weight, bias = self._part("weight", Shard(1)), self._part("bias", Replicate())
         y = row_forward(self.style, x, weight, bias, self.group, self.tp_mesh.size(), dim)
+        _watch(self.style, x, [self], [y])
         return self._output(y, Shard(dim), shape)

@@ -1,0 +1,158 @@
+"""fluxlike.nn: what would give wrong numbers without a word: weights changed in between, another rank's layer, a forward lost."""
+
+import io
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import device, run_ranks
+from test_nn import HIDDEN, INNER, close, model, on_device, parallel
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import fluxlike
+
+CHANGED = "a weight was changed in place between a forward and its backward"
+
+
+def styled(group, **how):
+    """A block of styles, this rank's part of its input, and that of a row-parallel layer."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    size, rank = mesh.size(), dist.get_rank(group)
+    x = torch.randn(2, 4 * size, HIDDEN, generator=torch.Generator().manual_seed(5), device="cpu").to(device())
+    return parallel(model(), mesh, **how), x.chunk(size, 1)[rank].clone(), torch.randn(2, 4 * size, INNER // size)
+
+
+def refused(y):
+    """The backward of y is, on all ranks, before any of them sends."""
+    with pytest.raises(RuntimeError, match=CHANGED):
+        y.sum().backward()
+
+
+@on_device
+def changed_weights(group, shared):
+    """By the changes that torch counts, of layers of all styles, also where the weight itself is frozen."""
+    ours, shard, narrow = styled(group, shared=shared)
+    shard.requires_grad_(), narrow.requires_grad_()
+    state = {name: value.clone() for name, value in ours.state_dict().items()}
+    changes = (
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: layer.weight.copy_(layer.weight + 1),
+        lambda layer: ours.load_state_dict(state),
+        lambda layer: torch.optim.SGD([layer.weight], 0.1, foreach=False).step(),
+    )
+    for layer, of, x in ((ours.gate, ours, shard), (ours.up, ours, shard), (ours.down, ours.down, narrow)):
+        for change in changes:
+            of(x).sum().backward()  # so that the optimizer has a gradient
+            y = of(x)
+            with torch.no_grad():
+                change(layer)
+            refused(y)
+    ours.requires_grad_(False)
+    y = ours(shard)
+    ours.up.weight.mul_(2)
+    refused(y)
+
+
+@pytest.mark.parametrize("shared", (False, True))
+def test_weights_that_are_changed_before_a_backward(shared):
+    run_ranks(changed_weights, 2, shared=shared)
+
+
+@on_device
+def changed_where_it_does_no_harm(group):
+    """What a backward does not read: a bias, the weight of a product whose input wants no gradient, one that was cast."""
+    ours, shard, narrow = styled(group)
+    y = ours.gate(shard)
+    with torch.no_grad():
+        ours.gate.weight.mul_(2)
+    y.sum().backward()
+    y = ours.down(narrow.requires_grad_())
+    expected = torch.autograd.grad(y.sum(), narrow, retain_graph=True)[0]
+    with torch.no_grad():
+        ours.down.bias.mul_(2)
+    close(torch.autograd.grad(y.sum(), narrow)[0], expected, "behind a change of the bias")
+    with torch.autocast(device().type, torch.bfloat16):
+        y = ours.down(narrow)
+    expected = torch.autograd.grad(y.sum(), narrow, retain_graph=True)[0]
+    with torch.no_grad():
+        ours.down.weight.mul_(2)
+    assert torch.equal(torch.autograd.grad(y.sum(), narrow)[0], expected)
+
+
+def test_what_a_backward_does_not_read_may_be_changed():
+    run_ranks(changed_where_it_does_no_harm, 2)
+
+
+@on_device
+def left_over(group):
+    """What a layer has left for its partner is not taken behind a change of the weights, even where nothing drops it."""
+    ours, shard, _ = styled(group, shared=True)
+    with torch.no_grad():
+        ours.gate(shard)
+        ours.up.weight.mul_(2)
+        with pytest.raises(ValueError, match="up was called with weights that were changed since gate was called; layers"):
+            ours.up(shard)
+        z = ours.up(shard)  # the refusal has dropped it
+        ours.gate(shard)
+        close(z, fluxlike.ag_gemm(shard.flatten(0, 1), ours.up.weight.to_local(), bias=ours.up.bias.to_local(), group=group)
+              .unflatten(0, (dist.get_world_size(group), *shard.shape[:2])).movedim(0, 1).flatten(1, 2), "up")  # fmt: skip
+
+
+def test_what_waits_is_not_taken_behind_a_change_of_weights():
+    run_ranks(left_over, 2)
+
+
+@on_device
+def of_another_rank(group):
+    """A layer that another rank has pickled has that rank's part of the weights."""
+    rank, linear = dist.get_rank(group), nn.Linear(HIDDEN, INNER)
+    ours, _, _ = styled(group)
+    for layer in (
+        fluxlike.nn.ColumnParallelLinear.from_linear(linear, group=group),
+        fluxlike.nn.RowParallelLinear.from_linear(linear, group=group),
+        ours.gate,
+        ours.down,
+    ):
+        file = io.BytesIO()
+        torch.save(layer, file)
+        files = [None] * dist.get_world_size(group)
+        dist.all_gather_object(files, file.getvalue(), group)
+        assert type(torch.load(io.BytesIO(files[rank]), weights_only=False)) is type(layer)
+        other = (rank + 1) % len(files)
+        with pytest.raises(ValueError, match=f"rank {other} of its group has pickled it, .* and this is rank {rank}; let each"):
+            torch.load(io.BytesIO(files[other]), weights_only=False)
+
+
+def test_a_layer_that_another_rank_has_pickled():
+    run_ranks(of_another_rank, 2)
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Named(nn.Linear):
+    pass
+
+
+@on_device
+def own_forward(group):
+    """What a layer of another forward does beside its product is not dropped without a word."""
+    patched = nn.Linear(4, 4)
+    patched.forward = types.MethodType(Adapted.forward, patched)
+    for made in (fluxlike.nn.ColumnParallelLinear, fluxlike.nn.RowParallelLinear):
+        for linear, says in (
+            (Adapted(4, 4), "a layer is a Adapted, it must be an nn.Linear with nn.Linear's own forward"),
+            (patched, "a layer is a Linear with a forward of its own, it must be"),
+            (nn.LazyLinear(4), "a layer is a LazyLinear without weights; call it once before"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                made.from_linear(linear, group=group)
+        assert made.from_linear(Named(4, 4), group=group).tp_size == 2
+
+
+def test_a_linear_with_a_forward_of_its_own():
+    run_ranks(own_forward, 2)
