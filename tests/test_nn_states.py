@@ -123,9 +123,10 @@ def elsewhere(group):
     """The name of a group is that of another one in another job."""
     row = fluxlike.nn.RowParallelLinear(4, 8, group=group)
     state = row.__getstate__()
-    name, ranks = state["group"]
+    name, ranks, place = state["group"]
     other = object.__new__(type(row))
-    for found, group_here in ((f"one of ranks {ranks}", (name, [*ranks, 99])), ("not there", ("no such group", ranks))):
+    unlike = (f"one of ranks {ranks}", (name, [*ranks, 99], place)), ("not there", ("no such group", ranks, place))
+    for found, group_here in unlike:
         with pytest.raises(ValueError, match=re.escape(found) + ".*make the groups in the same order.*state_dict"):
             other.__setstate__(state | {"group": group_here})
     other.__setstate__(state)
