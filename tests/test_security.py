@@ -129,6 +129,24 @@ def test_what_is_not_ours_is_not_mapped(shared, tmp_path):
         os.close(fd)
 
 
+@pytest.mark.parametrize("reserve", (False, True))
+def test_an_interrupt_leaves_no_descriptor(shared, monkeypatch, reserve):
+    """Python runs a signal's handler while the system reserves pages, which takes it a while."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate" if reserve else "ftruncate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memfd.make("fluxlike-heap", mmap.PAGESIZE, reserve)
+    monkeypatch.setattr(os, "fstat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memfd.open_peer(os.getpid(), shared, mmap.PAGESIZE)
+    monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def memfds() -> tuple[int, int]:
     """Descriptors of shared memory that this process has open, and places where it is mapped."""
     links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]

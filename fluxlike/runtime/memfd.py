@@ -37,7 +37,7 @@ def make(name: str, nbytes: int, reserve: bool) -> int:
         else:
             os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
+    except BaseException:  # what a signal's handler raises, too: to reserve pages takes a while
         os.close(fd)
         raise
     return fd
@@ -55,7 +55,7 @@ def open_peer(pid: int, number: int, nbytes: int) -> int:
         sealed = _seals(fd) & _SEALS == _SEALS  # and maybe by the kernel's own: see `_NOEXEC`
         if found.st_size != nbytes or found.st_uid != os.geteuid() or found.st_mode & 0o777 != MODE or not sealed:
             raise OSError(errno.EINVAL, "it is not memory that a rank of this job and user made for sharing", path)
-    except OSError:
+    except BaseException:
         os.close(fd)
         raise
     return fd
