@@ -9,7 +9,10 @@ import torch.distributed as dist
 from ranks import device, run_ranks
 from test_nn import HIDDEN, INNER, close, model, on_device, parallel
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import fluxlike
 
@@ -152,7 +155,48 @@ def own_forward(group):
             with pytest.raises(ValueError, match=says):
                 made.from_linear(linear, group=group)
         assert made.from_linear(Named(4, 4), group=group).tp_size == 2
+    with pytest.raises(ValueError, match=r"fluxlike.nn.ColwiseParallel: a layer is a LazyLinear without weights; call it"):
+        parallelize_module(nn.LazyLinear(4), DeviceMesh.from_group(group, device().type), fluxlike.nn.ColwiseParallel())
 
 
 def test_a_linear_with_a_forward_of_its_own():
     run_ranks(own_forward, 2)
+
+
+@on_device
+def changed_beside(group):
+    """Seen behind an addition in place; nothing is raised in compiled autograd, checkpoints, and where hooks keep copies."""
+    ours, shard, narrow = styled(group)
+    narrow.requires_grad_(), shard.requires_grad_()
+    y = ours.down(narrow)
+    y += 1
+    with torch.no_grad():
+        ours.down.weight.mul_(2)
+    refused(y)
+
+    expected = torch.autograd.grad(ours(shard).sum(), shard)[0]
+    y = ours(shard).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        close(torch.autograd.grad(y, shard)[0], expected, "compiled autograd")
+
+    def write(layer, _):
+        with torch.no_grad():
+            layer.weight.mul_(1)  # counts as a change, and is done again where the forward is
+
+    hook = ours.down.register_forward_pre_hook(write)
+    for reentrant in (False, True):
+        y = checkpoint(ours, shard, use_reentrant=reentrant)
+        y.sum().backward()
+        close(shard.grad, expected, f"a checkpoint, {reentrant=}")
+        shard.grad = None
+    hook.remove()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept):
+        y = ours.down(narrow)
+    expected = torch.autograd.grad(y.sum(), narrow, retain_graph=True)[0]
+    write(ours.down, None)
+    ours.down.weight.detach().mul_(2)
+    close(torch.autograd.grad(y.sum(), narrow)[0], expected, "what hooks keep")
+
+
+def test_changes_beside_other_things():
+    run_ranks(changed_beside, 2)

@@ -94,7 +94,7 @@ def check_input(layer: str, x: torch.Tensor, weight: torch.Tensor, ranks: int) -
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module does what nn.Linear does, so that a layer of ours can take its place."""
+    """Whether a module's forward is that of nn.Linear, which is what a layer of ours has in its place."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
 
 
@@ -110,8 +110,12 @@ def check_linears(layer: str, linears: Sequence[Any]) -> None:
             raise ValueError(
                 f"{layer}: a layer is a {kind_of(linear)}, it must be an nn.Linear with nn.Linear's own forward{remedy}"
             )
-        if is_lazy(linear.weight):
-            raise ValueError(f"{layer}: a layer is a {type(linear).__name__} without weights; call it once before")
+        check_made(layer, linear)
+
+
+def check_made(layer: str, linear: Any) -> None:
+    if is_lazy(linear.weight):
+        raise ValueError(f"{layer}: a layer is a {type(linear).__name__} without weights; call it once before")
 
 
 def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
@@ -195,7 +199,7 @@ class InGroup(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """ValueError if the group of that name, which torch counts up, is not of the same ranks here, or this is another rank."""
-        name, ranks, place = state["group"]
+        name, ranks, *place = state["group"]  # older ones have no place
         try:
             group = group_of(name)
             here = dist.get_process_group_ranks(group)
@@ -207,10 +211,10 @@ class InGroup(nn.Module):
                 f"{type(self).__name__}: it was pickled with the group {name!r} of ranks {ranks}, which is {found} in this job; "
                 "make the groups in the same order, or load a state_dict into a layer of this job"
             )
-        if dist.get_rank(group) != place:
+        if place and dist.get_rank(group) != place[0]:
             raise ValueError(
-                f"{type(self).__name__}: rank {place} of its group has pickled it, whose part of the weights it has, and this is "
-                f"rank {dist.get_rank(group)}; let each rank pickle its own, and load that"
+                f"{type(self).__name__}: rank {place[0]} of its group has pickled it, whose part of the weights it has, and this "
+                f"is rank {dist.get_rank(group)}; let each rank pickle its own, and load that"
             )
         super().__setstate__(state | {"group": group})
 

@@ -16,7 +16,17 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..ops.refusals import leaving_out
 from ..runtime import world
-from .linear import InGroup, autocast_dtype, check_divides, check_sequence, column_forward, is_linear, kind_of, row_forward
+from .linear import (
+    InGroup,
+    autocast_dtype,
+    check_divides,
+    check_made,
+    check_sequence,
+    column_forward,
+    is_linear,
+    kind_of,
+    row_forward,
+)
 
 
 class _Style(ParallelStyle):
@@ -42,6 +52,7 @@ class _Style(ParallelStyle):
                 f"{name}: the module is a {kind_of(module)}; it must be an nn.Linear with nn.Linear's own forward, which is "
                 "what is replaced; name its linear layers in the plan"
             )
+        check_made(name, module)
         if mesh.ndim != 1:
             raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, as mesh["tp"]')
         check_divides(name, size, getattr(module, size), mesh.size())
@@ -84,9 +95,9 @@ class SharedGather(ColwiseParallel):
 
     Args:
         names: the layers, from the module that the plan names. The first to be called makes the products of all, and the others
-            take theirs; so all must be called in each forward, with the very same tensor, unchanged (what is compiled, or under
-            torch.inference_mode, does not look for changes), under one state of autocast, and in one checkpoint if in any. Other
-            arguments: as ColwiseParallel's.
+            take theirs; so all must be called in each forward, with the very same tensor, unchanged (which nobody looks for in
+            what is compiled, nor of tensors of torch.inference_mode), under one state of autocast, and in one checkpoint if in
+            any. Other arguments: as ColwiseParallel's.
     """
 
     def __init__(self, *names: str, **layouts: Any) -> None:
@@ -242,8 +253,8 @@ class _Shared:
     def __init__(self, layers: Sequence[Any], names: Sequence[str]) -> None:
         self.layers, self.names = list(layers), list(names)
         self.input: torch.Tensor | None = None
-        #: Of the input and the parameters, when the products were made.
-        self.versions: list[int | None] = []
+        #: For each layer, of the input and its parameters, when the products were made.
+        self.versions: dict[str, list[int | None]] = {}
         #: Whether gradients were recorded then.
         self.recorded = False
         self.first = ""
@@ -268,8 +279,9 @@ class _Shared:
         if not self.waiting or name == self.first:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
-            self.input, self.first, self.versions, self.recorded = x, name, self._versions(x), torch.is_grad_enabled()
-        elif (how := self._unlike_first(name, x)) is not None:
+            self.input, self.first, self.recorded = x, name, torch.is_grad_enabled()
+            self.versions = {name: _state(x, layer) for name, layer in zip(self.names, self.layers, strict=True)}
+        elif (how := self._unlike_first(layer, name, x)) is not None:
             self.drop()
             raise ValueError(
                 f"fluxlike.nn.SharedGather: {name} was called {how}; layers that share a gather must all be called once with the "
@@ -280,15 +292,15 @@ class _Shared:
             self.input = None
         return result
 
-    def _unlike_first(self, name: str, x: torch.Tensor) -> str | None:
+    def _unlike_first(self, layer: _Colwise, name: str, x: torch.Tensor) -> str | None:
         """How a layer is called otherwise than the one that made the products, so that it cannot have what waits."""
         if self.input is not x:
             return f"with another tensor than {self.first}"
         if name not in self.waiting:
             return f"again, before {', '.join(self.waiting)} took theirs"
-        now = self._versions(x)
-        if now and self.versions and now != self.versions:
-            if now[0] != self.versions[0]:
+        now, then = _state(x, layer), self.versions[name]
+        if now and then and now != then:
+            if now[0] != then[0]:
                 return f"with a tensor that was changed since {self.first} was called with it"
             return f"with weights that were changed since {self.first} was called"
         if self.recorded != torch.is_grad_enabled():
@@ -297,8 +309,9 @@ class _Shared:
             return f"with torch.autocast on or off, or of another dtype, unlike {self.first}"
         return None
 
-    def _versions(self, x: torch.Tensor) -> list[int | None]:
-        return _versions([x, *(parameter for layer in self.layers for parameter in layer._parameters.values())])
+
+def _state(x: torch.Tensor, layer: nn.Module) -> list[int | None]:
+    return _versions([x, *layer._parameters.values()])
 
 
 def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
@@ -311,21 +324,30 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 def _watch(style: str, x: torch.Tensor, layers: Sequence[_Linear], results: Sequence[torch.Tensor]) -> None:
     """Let the backward of ``results`` raise where a weight that it reads has been changed in place by then.
 
-    torch sees to that for what an operation keeps. Here it keeps this rank's part, and changes count on the DTensor.
+    torch sees to that for what an operation keeps. Here it keeps this rank's part, and changes count on the DTensor; those by an
+    optimizer's foreach=True do not count there either. As torch, this does not look where something else keeps what is kept, as
+    checkpoints do.
     """
-    weights = [layer._parameters.get("weight") for layer in layers] if x.requires_grad else []
+    if not x.requires_grad or torch.compiler.is_compiling():
+        return
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return
+    # a view's own node goes when something is added to it in place
+    nodes = {(y._base if y._is_view() else y).grad_fn for y in results} - {None}  # type: ignore[union-attr]
+    weights = [layer._parameters.get("weight") for layer in layers] if nodes else []
     read = [w for w in weights if w is not None and autocast_dtype(w, x.device.type) == w.dtype]  # of what is cast a copy is kept
     before = _versions(read)
 
     def check(_: Any) -> None:
-        if _versions(read) != before:
+        now = _versions(read)
+        if now and now != before:
             raise RuntimeError(
                 f"{style}: a weight was changed in place between a forward and its backward, which would read the new values; "
                 "change weights, as an optimizer's step does, behind the backward, or make the forward again"
             )
 
-    for node in {y.grad_fn for y in results if before and y.grad_fn is not None}:
-        node.register_prehook(check)
+    for node in nodes:
+        node.register_prehook(check)  # type: ignore[union-attr]
 
 
 class _Rowwise(_Linear):
