@@ -19,7 +19,7 @@ fx_nproc='' fx_module='' fx_target='' fx_nnodes=1 fx_rdzv=''
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit 0 ;;
-    --nproc) [ $# -ge 2 ] || die "--nproc needs a number."; fx_nproc=$2; shift 2 ;;
+    --nproc) [ -n "${2-}" ] || die "--nproc needs a number."; fx_nproc=$2; shift 2 ;;
     --nproc=*) fx_nproc=${1#*=}; [ -n "$fx_nproc" ] || die "--nproc= needs a number."; shift ;;
     --nnodes=*) fx_nnodes=${1#*=}; shift ;;
     --rdzv=*) fx_rdzv=${1#*=}; shift ;;

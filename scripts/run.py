@@ -6,6 +6,7 @@ By itself torchrun ends with status 1 and a traceback of its own below what the 
 import logging
 import signal
 import sys
+import tempfile
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -37,7 +38,8 @@ def main(arguments: list[str]) -> int:
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(lambda record: not str(record.msg).startswith(SAID))
     try:
-        run.main(arguments)
+        with tempfile.TemporaryDirectory(prefix="fluxlike-launch-") as folder:  # torchrun leaves its own behind
+            run.main([f"--log-dir={folder}", *arguments])
     except ChildFailedError as error:
         rank = first(error.failures)
         status = error.failures[rank].exitcode

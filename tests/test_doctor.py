@@ -7,11 +7,13 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_lint_signals import living
 
 from fluxlike.runtime import env
 from fluxlike.tools import doctor, machine
@@ -141,7 +143,7 @@ def test_text(tmp_path):
 def test_settings(tmp_path):
     """What init would refuse, names that nobody reads, and no word of those that scripts and tests read."""
     wrong = {"FLUXLIKE_TIMEOUT_S": "abc", "FLUXLIKE_HEAP_BYTES": "1;2", "FLUXLIKE_TIMEOUTS": "3", "FLUXLIKE_NONSENSICAL": "1"}
-    wrong |= {"FLUXLIKE_TOPOLOGY": "none.json"}
+    wrong |= {"FLUXLIKE_TOPOLOGY": "none.json", "FLUXLIKE_FOO": "1"}
     right = {"FLUXLIKE_PYTHON": "python3", "FLUXLIKE_TEST_HEAP": "shm", "FLUXLIKE_TUNE": "off"}
     done = run_doctor(tmp_path, "--json", **wrong, **right, CUDA_VISIBLE_DEVICES="")
     found = {problem["what"]: problem["remedy"] for problem in json.loads(done.stdout)["problems"]}
@@ -151,6 +153,7 @@ def test_settings(tmp_path):
         "FLUXLIKE_HEAP_BYTES='1;2' is not a size": "Write bytes, or 64K, 512M, 4G.",
         "FLUXLIKE_TIMEOUTS is no variable of fluxlike": "Write FLUXLIKE_TIMEOUT_S if you mean that, else unset it.",
         "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: README.md lists them all.",
+        "FLUXLIKE_FOO is no variable of fluxlike": "Unset it: README.md lists them all.",
         "FLUXLIKE_TOPOLOGY='none.json': the topology 'none.json' cannot be read: No such file or directory": (
             "Name a JSON file or a preset."
         ),
@@ -580,3 +583,17 @@ def test_network_settings(tmp_path, cards, environ, said):
     facts.environ = environ
     found = whats(facts)
     assert len(found) == len(said) and all(what.startswith(start) for what, start in zip(found, said, strict=True)), found
+
+
+def test_nothing_outlives_a_doctor_that_a_signal_ends(tmp_path):
+    """Its child tries imports, which may hang: that is what it is for."""
+    begun = tmp_path / "begun"
+    (tmp_path / "triton.py").write_text(f"import time\nopen({str(begun)!r}, 'w')\ntime.sleep(100)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen([sys.executable, "-m", "fluxlike", "doctor"], cwd=ROOT, env=env, start_new_session=True)
+    until = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(living(process.pid)) == 2
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM and not living(process.pid)

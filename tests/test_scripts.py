@@ -203,7 +203,8 @@ def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
 def test_what_launch_refuses():
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable}
     ports = ((["--nnodes", "2", "--rdzv", f"a:{port}"], f"not 'a:{port}'") for port in ("", "0", "00", "65536", "99999", "1e3"))
-    for given, why in ((["--rdzv", "a:1"], "--rdzv needs --nnodes HOSTS"), (["--nproc="], "--nproc= needs a number"), *ports):
+    no_number = (["--nproc="], "--nproc= needs a number"), (["--nproc", ""], "--nproc needs a number")
+    for given, why in ((["--rdzv", "a:1"], "--rdzv needs --nnodes HOSTS"), *no_number, *ports):
         command = ["bash", "scripts/launch.sh", *given, "tests/nodes_case.py"]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2 and why in done.stderr
@@ -250,10 +251,13 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
         "import os, signal, sys, time\nassert not sys.flags.safe_path\n"
         f"if os.environ['RANK'] == '1':\n    print('why', file=sys.stderr)\n    {how}\ntime.sleep(60)\n"
     )
-    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
     command = ["bash", "scripts/launch.sh", "--nproc", "2", str(program)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == status, done.stderr
+    assert not list(folder.iterdir()), "torchrun leaves what it makes there"
     lines = [line for line in done.stderr.splitlines() if "death signal" not in line]  # torchrun's own, of one that it gets
     assert lines == ["why", f"launch.sh: {said}"]
 

@@ -314,6 +314,25 @@ def test_the_tool_makes_the_table(capsys, tmp_path, monkeypatch):
     )
 
 
+def test_a_path_that_is_no_text(tmp_path, capsys):
+    """Bytes that are not UTF-8, as a file system has them; the record has them, too, among the arguments."""
+    path = tmp_path / "\udcff.json"
+    assert fluxlike_main(["topo", "p3.8xlarge", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["environment"]["command"].count(str(path)) == 1
+    assert "written: " in capsys.readouterr().out
+
+
+def test_a_reader_that_leaves_is_no_error_of_the_tool(monkeypatch):
+    """The program's end sees to that, whichever tool it is."""
+
+    def leaves(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(topo, "one", leaves)
+    with pytest.raises(BrokenPipeError):
+        topo.main(["p3.8xlarge"])
+
+
 def test_the_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.png"

@@ -30,6 +30,7 @@ TABLE = (
 )
 #: Those of the scripts and of the tests, which the package never reads.
 ELSEWHERE = ("FLUXLIKE_PYTHON", "FLUXLIKE_TEST_FUZZ", "FLUXLIKE_TEST_HEAP", "FLUXLIKE_TEST_TRITON")
+PREFIX = "FLUXLIKE_"
 _BY_NAME = {variable.name: variable for variable in TABLE}
 
 
@@ -183,9 +184,9 @@ def unknown() -> list[str]:
     """What to say of variables that fluxlike does not have, each with what to do behind its last semicolon."""
     said = []
     for name in sorted(os.environ):
-        if name.startswith("FLUXLIKE_") and name not in _BY_NAME and name not in ELSEWHERE:
-            near = difflib.get_close_matches(name, _BY_NAME, 1, 0.8)
-            remedy = f"write {near[0]} if you mean that, else unset it" if near else "unset it: README.md lists them all"
+        if name.startswith(PREFIX) and name not in _BY_NAME and name not in ELSEWHERE:
+            near = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in _BY_NAME], 1, 0.55)
+            remedy = f"write {PREFIX}{near[0]} if you mean that, else unset it" if near else "unset it: README.md lists them all"
             said.append(f"{name} is no variable of fluxlike; {remedy}")
     return said
 

@@ -426,7 +426,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object: rows, problems, heap")
     asked = parser.parse_args(argv)
-    facts, failures = collect()
+    with once.ends_what_it_began():  # a child tries the imports, of which one may hang
+        facts, failures = collect()
     rows, heap, problems = describe(facts), choose_heap(facts), diagnose(facts)
     for failure in failures:
         problems.append(Problem(f"doctor itself: {failure}", "Report it as a bug of fluxlike, with this output."))

@@ -286,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
         if asked.json:
             topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
         why = draw(rows, Path(asked.plot)) if asked.plot else None
+    except BrokenPipeError:  # who reads has left
+        raise
     except OSError as error:
         why = str(error)
     if why:

@@ -182,7 +182,8 @@ def write(path: str, data: dict[str, Any]) -> None:
         if isinstance(value, list):
             text = "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False, allow_nan=False)}" for row in value) + "\n ]"
         parts.append(f" {json.dumps(key)}: {text}")
-    Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+    # an argument that is no text in this locale, as a path may be, has halves of characters, which JSON escapes alike
+    Path(path).write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8", errors="backslashreplace")
     print(f"written: {path}")
 
 
@@ -219,6 +220,8 @@ def main(argv: list[str] | None = None) -> int:
             everything(asked.seed, asked.random, arguments, asked.json)
             return 0
         return one(asked, arguments)
+    except BrokenPipeError:  # who reads has left
+        raise
     except (OSError, RuntimeError, ValueError) as error:
         preset = ", or name a preset: python -m fluxlike topo p3.16xlarge" if detect.REMEDY in str(error) else ""
         print(f"topo: {error}{preset}", file=sys.stderr)

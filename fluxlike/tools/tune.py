@@ -307,7 +307,9 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
     if asked.op == "from-records":
         try:
-            print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}")
+            print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}", flush=True)
+        except BrokenPipeError:  # who reads has left
+            raise
         except (OSError, ValueError) as error:
             print(f"tune: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
