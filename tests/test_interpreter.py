@@ -3,6 +3,7 @@
 import ctypes
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -421,6 +422,23 @@ def test_ctrl_c_ends_programs_that_wait(programs):
     interrupt.join()
     assert threading.active_count() == 1
     same(before, state_of_triton())
+
+
+def test_what_another_handler_raises_is_the_cause():
+    """As of a program with a deadline: nobody can tell it from an error of the kernel's own."""
+
+    def late(*_):
+        raise TimeoutError("the deadline")
+
+    turns, before = torch.zeros(4, dtype=torch.int32), signal.signal(signal.SIGINT, late)
+    try:
+        interrupt = interrupt_when(lambda: int(turns.sum()) == 1, after=0.1)
+        with pytest.raises(RuntimeError, match=r"await_kernel, program \(0, 0, 0\): TimeoutError: the deadline") as caught:
+            run(await_kernel, 1, torch.zeros(1, dtype=torch.int32), turns)
+        interrupt.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 @pytest.mark.parametrize("polite", [True, False])

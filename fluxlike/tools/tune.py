@@ -307,12 +307,11 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
     if asked.op == "from-records":
         try:
-            print(f"{from_records(asked.records, asked.out)} shapes written to {asked.out}", flush=True)
-        except BrokenPipeError:  # who reads has left
-            raise
+            written = from_records(asked.records, asked.out)
         except (OSError, ValueError) as error:
             print(f"tune: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
+        print(f"{written} shapes written to {asked.out}")
         return 0
     if command.lacks("tune", "rich"):
         return 2
