@@ -1,6 +1,7 @@
 """The schedule "sequential", beyond what all schedules are put through: memory, pieces, what is rounded when, what fails."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -174,6 +175,21 @@ def test_which_gathers_are_fused():
     assert not fused.gains(257, torch.empty(16, 16, dtype=torch.bfloat16, device="meta"))
 
 
+def rows_to_read(group):
+    """Rows that what reads the gathered input may read, for calls of so many."""
+    found = {}
+    for most in (64, 65, 96, 128, 129, 256, 257):
+        with fluxlike.create_ag_gemm_context(most, 512, 32, torch.bfloat16, group, "sequential") as ctx:
+            found[most] = len(ctx.scratch) // 32
+    return found
+
+
+def test_wide_tiles_have_rows_to_read():
+    """No row is out of a descriptor's bounds, where TMA would take longer."""
+    found = run_ranks(rows_to_read, 2)[0]
+    assert {most: rows - most for most, rows in found.items()} == {64: 0, 65: 63, 96: 32, 128: 0, 129: 127, 256: 0, 257: 1}
+
+
 def demanded(group):
     """Schedules that say how `sequential` multiplies: the one is what it says, also where auto would not; the other is refused."""
     dtype, size, rank = torch.bfloat16, dist.get_world_size(group), dist.get_rank(group)
@@ -214,6 +230,7 @@ def demanded(group):
                 for m, n in ((256, wide), (65, wide - 16), (129, wide // 2)):
                     case = AGCase(m, [n] * size, 48, dtype, m, bias=True)
                     x, w, bias = case.inputs(rank)
+                    ctx.scratch.fill_(math.nan)  # tiles read rows behind those that are gathered, of which nothing may come
                     same(fluxlike.ag_gemm(x, w, ctx, bias=bias, m=m), case.whole()[1][rank], f"{m}×{n} in one kernel")
                     assert ctx.last_path == "sequential/fused"
                 x, narrow = x.new_zeros(128 // size, 48), w.new_zeros(wide // 4, 48)

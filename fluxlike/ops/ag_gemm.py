@@ -14,7 +14,7 @@ from ..kernels.ag_gemm import ag_collect_kernel, ag_gemm_kernel
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch
-from . import ag_gemm_stream_k, again, choice, decomposed, keeping, nodes, sequential, tiling, tuning, validate, waves
+from . import ag_gemm_stream_k, again, choice, decomposed, fused, keeping, nodes, sequential, tiling, tuning, validate, waves
 from .context import Context, check_arguments, kept
 from .dispatcher import by_op
 from .group import Prepared, Told, resolve
@@ -50,7 +50,8 @@ class AGGemmContext(Context):
             rows = chunk_rows(max_m, control.size)
             flags = cdiv(rows, tiling.MIN_TILE)
             data = control.size * rows * tiling.round_up(k, 16)
-            super().__init__("ag_gemm", control, dtype, schedule, flags, data, control.size * rows * k)
+            exchanged = max(control.size * rows, fused.room(max_m)) * k
+            super().__init__("ag_gemm", control, dtype, schedule, flags, data, exchanged)
 
     def take(self) -> None:
         super().take()

@@ -178,15 +178,20 @@ def launch(
     return made
 
 
+def room(max_m: int) -> int:
+    """Rows that the memory of `gather_launch` has for calls of up to ``max_m``, or more, so that it has all rows of a wide tile."""
+    return 1 << (max_m - 1).bit_length() if ROWS < max_m <= GATHERED_ROWS else max_m
+
+
 def gather_launch(
-    ctx: exchange.ExchangeContext, part: torch.Tensor, gathered: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    z: torch.Tensor, parts: exchange.Parts,
+    ctx: exchange.ExchangeContext, part: torch.Tensor, memory: torch.Tensor, m: int, weight: torch.Tensor,
+    bias: torch.Tensor | None, z: torch.Tensor, parts: exchange.Parts,
 ) -> Prepared:  # fmt: skip
     """The launch of a call that is not `gather_unfit`. It takes the own part of what is gathered, weight and z, and a bias.
 
-    ``gathered``: memory that is the context's.
+    ``memory``: the context's, for the ``m`` rows that are gathered.
     """
-    (n, k), m, executor = weight.shape, len(gathered), ctx.world.executor
+    (n, k), executor = weight.shape, ctx.world.executor
     tile = tile_of(executor.capability, m, n, executor.programs)
     assert tile is not None
     programs, sources = cdiv(n, tile.bn), 1 << (ctx.size - 2).bit_length()
@@ -194,10 +199,14 @@ def gather_launch(
     room = exchange.WORDS << (lot - 1).bit_length()
     constants = dict(R=ctx.size, S=sources, BM=tile.bm, BN=tile.bn, BK=tile.bk, B=room, WORDS=exchange.WORDS)
     constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
-    operands: tuple = gathered, weight
+    operands: tuple = memory, weight
     if tile.tma:
-        operands = tiling.descriptor(gathered, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
-    args = (part, gathered, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
+        # Rows of no call behind the m, if memory has them: out of a descriptor's bounds they cost a product up to 76 % more
+        # (docs/measured/2026-11-28-wide.md)
+        rows = min(tile.bm, len(memory) // k)
+        read = memory[: rows * k].view(rows, k)
+        operands = tiling.descriptor(read, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
+    args = (part, memory, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
     sizes = (*parts, lot, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
     varying = (0, 3, 4) if bias is None else (0, 3, 4, 5)
     return ctx.prepare(gather_fused_kernel, programs, (*args, *sizes), constants, tile, varying)

@@ -102,7 +102,7 @@ def gather(
         elif len(parts) > 1:
             unfit = f"x, {m * k} elements of all ranks, goes in {len(parts)} pieces"
         if _is_fit(ctx, unfit):
-            launch = fused.gather_launch(ctx.exchange, x, whole, *operands, parts[0][1])
+            launch = fused.gather_launch(ctx.exchange, x, ctx.scratch, m, *operands, parts[0][1])
             return Plan(whole, full, [], told(FUSED, M=m, K=k, by=NAME), launch)
     return plan(ctx, m, k, x, full, M=m, K=k)
 
