@@ -168,8 +168,13 @@ def advance(epochs, ctl, epoch, MOST: tl.constexpr):
     read the number yet.
     """
     cta_barrier()
-    program = tl.program_id(0)
-    theirs = program + tl.num_programs(0) * tl.arange(0, MOST)
-    tl.store(epochs + theirs, tl.zeros((MOST,), tl.int64) + epoch, mask=theirs < MOST)
-    if program == 0:
+    keep(epochs, epoch, MOST)
+    if tl.program_id(0) == 0:
         tl.store(ctl + EPOCH, epoch)
+
+
+@triton.jit
+def keep(numbers, number, MOST: tl.constexpr):
+    """What this program, and those that the launch does not have in its place, find in ``numbers`` in the next launch."""
+    theirs = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, MOST)
+    tl.store(numbers + theirs, tl.zeros((MOST,), tl.int64) + number, mask=theirs < MOST)

@@ -32,20 +32,22 @@ as torch's product in front of an exchange would be.
 ``gather_fused_kernel`` computes z = x · Wᵀ (+ bias), x [M, K] of the shards of all ranks and W [N, K] of the rank. Its programs
 first exchange the shards, as `exchange.exchange_words_kernel` does and may on other ranks, into ``gathered`` [M, K] in own memory.
 A multiprocessor has one or two of them, where it has four of that kernel's; so each takes several blocks at once, and waits once
-for what all peers send of them. Those that had something to exchange arrive at a counter, the last opens ``gate`` with the call's
-number, for which all wait, and then each multiplies its BN columns. The gate needs no reset, as numbers only grow, and nothing
-guards ``gathered`` between calls, as these follow each other on the stream. More than 64 rows are read by TMA, TMA: there each
-program reads as much of x, from the L2 cache, as of W, and by pointers took up to 36 % longer (docs/measured/2026-11-28-wide.md).
-To ask for the first lines of W while the shards are on their way, that they come to the L2 cache, gained nothing.
+for what all peers send of them. Those that had something to exchange arrive at a counter, ``gate``; all wait until as many have,
+and then each multiplies its BN columns. The gate needs no reset, as it only grows: each program knows in ``arrived`` how many had
+come when the last call ended, as it knows the number of the call. That the last to come says so by a word of its own took 0.4 to
+1.3 µs longer (docs/measured/2026-11-28-waits.md). Nothing guards ``gathered`` between calls, as these follow each other on the
+stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers
+took up to 36 % longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while the shards are on their way, that
+they come to the L2 cache, gained nothing.
 """
 
 import triton
 import triton.language as tl
 
 from .blocks import add_bias, load_a, load_b, store_block, vectorised
-from .elements import SUM, advance, pack, reduce_words, row_from, row_of, size_of_part
+from .elements import SUM, advance, keep, pack, reduce_words, row_from, row_of, size_of_part
 from .lang import tma_acquire
-from .sync import ARRIVED, WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, is_last_of, publish_set, wait
+from .sync import WAIT_GATHERED, WAIT_PARTIAL, WAIT_RESULT, publish_add, wait
 from .words import put_at, sendable, take_words
 
 
@@ -194,19 +196,12 @@ def gather(
         tl.store(places, got, mask=inside & (word < held(source, n, chunk, width)))
 
 
-@triton.jit
-def open_gate(gate, ctl, writers, epoch):
-    """By each of the programs that have stored something: the last of them says that all is there."""
-    if is_last_of(writers, ctl, False):
-        tl.store(ctl + ARRIVED, 0)
-        publish_set(gate, epoch, False)
-
-
 @triton.jit(do_not_specialize=[
     "n", "chunk", "width", "part", "lot", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
 ])  # fmt: skip
 def gather_fused_kernel(
-    x, gathered, read, w, z, bias, gate, epochs, ctl, n, chunk, width, part, lot, M, N, K, stride_w, capacity, offset, rank,
+    x, gathered, read, w, z, bias, gate, arrived, epochs, ctl,
+    n, chunk, width, part, lot, M, N, K, stride_w, capacity, offset, rank,
     R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
     TMA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
@@ -219,14 +214,16 @@ def gather_fused_kernel(
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
+    writers = tl.minimum(tl.cdiv(part, lot), tl.num_programs(0))
+    all_in = tl.load(arrived + program) + writers
     gather(x, gathered, epoch, ctl, n, chunk, width, part, lot, capacity, offset, rank, R, S, B, WORDS)
-    lots = tl.cdiv(part, lot)
-    if program < lots:
-        open_gate(gate, ctl, tl.minimum(lots, tl.num_programs(0)), epoch)
-    wait(gate, epoch, ctl, rank, WAIT_GATHERED, rank, R)
+    if program < writers:
+        publish_add(gate, 1, False)
+    wait(gate, all_in, ctl, rank, WAIT_GATHERED, rank, R)
     tma_acquire(TMA)
     N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)
     column = program * BN
     tile = product(read, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, TMA, BIAS)
     store_block(z, tile.to(z.dtype.element_ty), 0, column, M, N, N, BM, BN)
     advance(epochs, ctl, epoch, MOST)
+    keep(arrived, all_in, MOST)

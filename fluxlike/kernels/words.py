@@ -20,6 +20,8 @@ from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
 EMPTY = tl.constexpr(-1)
 #: NaN, in one element or in both.
 NAN = tl.constexpr(0x7FFF7FFF)
+#: Looks at words for one at the clock and at what has failed, which takes as long as several (docs/measured/2026-11-28-waits.md).
+LOOKS = tl.constexpr(16)
 
 
 @triton.jit
@@ -74,11 +76,17 @@ def missing(words, mask, source):
 
 
 @triton.jit
-def has_failed(since, ctl, rank):
-    """Whether a wait that began at ``since`` must end: it has run out, or a rank has given up. All threads agree. GPU only."""
-    aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
-    failed = tl.load(ctl + FAILED, volatile=True) != 0
-    return any_thread(aborted | failed | (globaltimer() - since > tl.load(ctl + TIMEOUT))) != 0
+def has_failed(since, looks, ctl, rank):
+    """Whether a wait that began at ``since`` must end: it has run out, or a rank has given up. All threads agree. GPU only.
+
+    It is looked at each LOOKS-th time.
+    """
+    failed = tl.zeros((), tl.int32)
+    if looks % LOOKS == 0:
+        aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
+        here = tl.load(ctl + FAILED, volatile=True) != 0
+        failed = any_thread(aborted | here | (globaltimer() - since > tl.load(ctl + TIMEOUT)))
+    return failed != 0
 
 
 @triton.jit
@@ -95,11 +103,13 @@ def take_words(pointers, mask, own, source, ctl, rank, what: tl.constexpr, R: tl
             lacking = missing(words, mask, source)
     else:
         since = globaltimer()
+        looks = 1
         while lacking > 0:
-            late = has_failed(since, ctl, rank)
+            late = has_failed(since, looks, ctl, rank)
             if late:
                 _give_up(ctl, rank, what, lacking - 1, 1, 0, R)
             words = look(pointers, mask, own)
+            looks += 1
             lacking = tl.where(late, 0, missing(words, mask, source))
     empty(pointers, mask, words)
     return words

@@ -113,7 +113,7 @@ class ExchangeContext(EpochContext):
     ``words``, ``bulk``: blocks that a row has room for, of words and of bytes that are signalled.
     """
 
-    watched = (*EpochContext.watched, "slots")
+    watched = (*EpochContext.watched, "slots", "arrived")
     shown: tuple[str, ...] = ("op", "words", "bulk")
 
     def __init__(self, kind: Kind, control: ControlGroup, words: int, bulk: int) -> None:
@@ -128,6 +128,8 @@ class ExchangeContext(EpochContext):
     def take(self) -> None:
         super().take()
         self.slots = self.region("slots", torch.int32).fill_(EMPTY.value)
+        #: As `epochs`, for `kernels.fused`: how many programs have come to its gate.
+        self.arrived = self.lasting(MOST, dtype=torch.int64, make=torch.zeros)
 
     def prepared(
         self, algo: str, x: torch.Tensor, y: torch.Tensor, parts: Parts, op: str, vector: int, root: int = -1, tensors: int = 1,

@@ -79,7 +79,7 @@ def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Ti
         return Tile(rows, columns, 64, 1, 1, wide)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    warps = 2 * WARPS if rows * columns > 128 * 128 else WARPS  # of eight, a thread has only 8 bytes of a block
+    warps = 2 * WARPS if rows * columns > 128 * 64 else WARPS  # of eight, a thread has only 8 bytes of a block
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
 
 
@@ -206,7 +206,8 @@ def gather_launch(
         rows = min(tile.bm, len(memory) // k)
         read = memory[: rows * k].view(rows, k)
         operands = tiling.descriptor(read, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
-    args = (part, memory, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :], ctx.epochs, ctx.ctl)
+    args = (part, memory, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :])
+    args += (ctx.arrived, ctx.epochs, ctx.ctl)
     sizes = (*parts, lot, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
     varying = (0, 3, 4) if bias is None else (0, 3, 4, 5)
     return ctx.prepare(gather_fused_kernel, programs, (*args, *sizes), constants, tile, varying)

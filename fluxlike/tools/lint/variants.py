@@ -266,7 +266,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         "all_reduce_one_shot_kernel": (0, 0, 0, 0),
         "product_fused_kernel": (0, 0, 0, 1),
         # the gate
-        "gather_fused_kernel": (1, 1, 1, 1),
+        "gather_fused_kernel": (1, 1, 0, 1),
         # a child's sum and the result; the sum to the parent, and the result to a child
         "all_reduce_trees_kernel": (2, 2, 0, 0),
         "exchange_words_kernel": (readers, rooted, rooted, 0),
@@ -305,7 +305,7 @@ def spec_of(launch: Launch, capability: int) -> Spec:
     payload = launch.payload
     if launch.name == "gather_fused_kernel":  # not on the heap, but others have stored it in front of a signal
         payload += ("read",)
-    spec = Spec(payload, launch.signals, launch.bases, counters=("epochs",), pitches=PITCHES, counts=counts)
+    spec = Spec(payload, launch.signals, launch.bases, counters=("epochs", "arrived"), pitches=PITCHES, counts=counts)
     if not loops:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),
