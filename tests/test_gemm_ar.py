@@ -174,10 +174,10 @@ def test_tiles():
     assert few.tile_of((9, 0), 16, 4096, 132) == few.Tile(16, 32, 128, 4, 8)
     assert few.tile_of((9, 0), 64, 8192, 132) == few.Tile(64, 64, 128, 4, 6)
     assert few.tile_of((9, 0), 64, 4096, 132) is None
-    assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 64, 4, 6, True)
+    assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 64, 8, 6, True)
     assert few.tile_of((9, 0), 128, 7168, 132) == few.Tile(128, 64, 128, 4, 4, True)
     assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(256, 128, 64, 8, 4, True)
-    assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(256, 64, 64, 4, 5, True)
+    assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(256, 64, 64, 8, 5, True)
     assert few.tile_of((9, 0), 128, 4224, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
     assert few.tile_of((8, 0), 65, 14336, 108) is None
 

@@ -70,7 +70,6 @@ SURVIVORS: dict[str, str] = {
     "sparse_all_reduce._wait_chunks.wait:late": "the same waits for chunks, in another order",
     "sparse_all_reduce._drain._wait_chunks:late": "the waits for reduced rows before those for others: the same ones",
     "sparse_all_reduce.sparse_all_reduce_kernel.advance:epoch+1": "all ranks count calls by twos, in all that is compared",
-    "fused.open_gate.publish_set:early": "the counter is for this rank's next launch, which begins behind this one",
     "messages.messages_*_kernel.if is_last_program:early": (
         "all programs have seen that the messages came; what they still read is left alone until the next launch, behind this one"
     ),
