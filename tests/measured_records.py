@@ -47,6 +47,9 @@ CODE_OF |= {f"2026-11-27-ag_gemm-{how}-R2{mode}.json": "3846498" for how in ("fu
 SIDE_BY_SIDE = {"2×H200": ("2026-11-28-{}-few-R2{}.json", "808ecbb"), "2×H100": ("2026-11-28-{}-few-H100-R2{}.json", "9822d0f")}
 SIDE_BY_SIDE["wide"] = "2026-11-28-{}-wide-R2{}.json", "0f1ae78"  # and more rows, on two H200s
 SIDE_BY_SIDE["4×H200"] = "2026-11-28-{}-few-R4{}.json", "e08e55c"
+SIDE_BY_SIDE["bounds"] = "2026-11-28-{}-bounds-R2{}.json", "e3ced63"
+SIDE_BY_SIDE["waits"] = "2026-11-28-{}-waits-R2{}.json", "c46002b"
+CODE_OF |= {"2026-11-28-all_reduce-waits-before-R2-graph.json": "e3ced63", "2026-11-28-all_reduce-waits-R2-graph.json": "c46002b"}
 for _name, _commit in SIDE_BY_SIDE.values():
     CODE_OF |= {_name.format(op, mode): _commit for op in (*OPS, "gemm_ar") for mode in MODES}
 #: E is told where torch exposes more than this part of the product's time; below, it is mostly noise.

@@ -37,9 +37,15 @@ def is_atomic(node: ast.AST) -> bool:
 
 
 def is_word_store(node: ast.AST) -> bool:
-    """A store of a single word, as blocks are stored under a mask; in code for the GPU only of a constant: a flag."""
-    if name_of(node) != "store" or ast.unparse(node.func) != "tl.store" or node.keywords:  # type: ignore[attr-defined]
+    """A store of a single word, as blocks are stored under a mask; in code for the GPU only of a constant: a flag.
+
+    Or of one number to several words: ``tl.zeros(…) + number``.
+    """
+    if name_of(node) != "store" or ast.unparse(node.func) != "tl.store":  # type: ignore[attr-defined]
         return False
+    value = node.args[1]  # type: ignore[attr-defined]
+    if node.keywords:  # type: ignore[attr-defined]
+        return isinstance(value, ast.BinOp) and name_of(value.left) == "zeros"
     return isinstance(node.args[1], ast.Constant) or not reach().get(id(node), ((), True))[1]  # type: ignore[attr-defined]
 
 

@@ -228,6 +228,20 @@ def words() -> str:
     return f"Before: {before.commit} ([record]({before.link})); now: {now.commit} ([record]({now.link})):\n\n" + table(heads, rows)
 
 
+def looks() -> str:
+    """all_reduce in graphs before who waits for words looked less often at the clock, and since."""
+    before, now = (read(f"2026-11-28-all_reduce-{name}-R2-graph.json") for name in ("waits-before", "waits"))
+    rows: list[list[str]] = []
+    for nbytes, times in now.times.items():
+        was = before.times[nbytes]
+        cells = [us(was["torch"]), us(times["torch"])]
+        cells += [f"{found[algo]:.2f}" for algo in ("one_shot", "two_shot", "auto") for found in (was, times)]
+        cells += [f"{1 - times['auto'] / was['auto']:.0%}", f"{times['torch'] / times['auto']:.2f}"]
+        rows.append([size(int(nbytes)), *cells])
+    heads = "size | NCCL, first run | second | one_shot before | now | two_shot before | now | auto before | now | less | × NCCL"
+    return f"Before: {before.commit} ([record]({before.link})); now: {now.commit} ([record]({now.link})):\n\n" + table(heads, rows)
+
+
 def turns() -> str:
     """A program that waits for what was pushed one turn before, or two."""
     one, two = (read(f"2026-11-26-all_reduce-ahead-{number}-R2-graph.json") for number in (1, 2))
@@ -431,7 +445,7 @@ def side_by_side(machine: str, *ops: str) -> str:
 
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
 MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, llama_8b)
-MADE += (apart, merged, swing, fused, side_by_side)
+MADE += (apart, merged, swing, fused, side_by_side, looks)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 

@@ -141,6 +141,14 @@ class Named(nn.Linear):
     pass
 
 
+def with_more(has):
+    linear = nn.Linear(4, 4)
+    if has == "hooks":
+        linear.register_forward_hook(lambda module, inputs, y: y + 1)
+        return linear
+    return torch.nn.utils.parametrizations.weight_norm(linear)
+
+
 @on_device
 def own_forward(group):
     """What a layer of another forward does beside its product is not dropped without a word."""
@@ -154,6 +162,9 @@ def own_forward(group):
         ):
             with pytest.raises(ValueError, match=says):
                 made.from_linear(linear, group=group)
+        for has in ("hooks", "parametrizations"):
+            with pytest.raises(ValueError, match=f"a layer has {has}, and one made of it would not; take them off, and give"):
+                made.from_linear(with_more(has), group=group)
         assert made.from_linear(Named(4, 4), group=group).tp_size == 2
     with pytest.raises(ValueError, match=r"fluxlike.nn.ColwiseParallel: a layer is a LazyLinear without weights; call it"):
         parallelize_module(nn.LazyLinear(4), DeviceMesh.from_group(group, device().type), fluxlike.nn.ColwiseParallel())

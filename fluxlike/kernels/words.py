@@ -81,12 +81,12 @@ def has_failed(since, looks, ctl, rank):
 
     It is looked at each LOOKS-th time.
     """
-    failed = tl.zeros((), tl.int32)
+    failed = looks < 0
     if looks % LOOKS == 0:
         aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
         here = tl.load(ctl + FAILED, volatile=True) != 0
-        failed = any_thread(aborted | here | (globaltimer() - since > tl.load(ctl + TIMEOUT)))
-    return failed != 0
+        failed = any_thread(aborted | here | (globaltimer() - since > tl.load(ctl + TIMEOUT))) != 0
+    return failed
 
 
 @triton.jit

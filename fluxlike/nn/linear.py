@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ..ops.ag_gemm import ag_gemm
 from ..ops.gemm_rs import gemm_rs
@@ -111,6 +112,16 @@ def check_linears(layer: str, linears: Sequence[Any]) -> None:
                 f"{layer}: a layer is a {kind_of(linear)}, it must be an nn.Linear with nn.Linear's own forward{remedy}"
             )
         check_made(layer, linear)
+        if what := _besides(linear):
+            raise ValueError(f"{layer}: a layer has {what}, and one made of it would not; take them off, and give them to that one")
+
+
+def _besides(linear: nn.Linear) -> str:
+    """What changes a layer's results and is not in its weights."""
+    kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+    if any(getattr(linear, kind) for kind in kinds):
+        return "hooks"
+    return "parametrizations" if parametrize.is_parametrized(linear) else ""
 
 
 def check_made(layer: str, linear: Any) -> None:
