@@ -141,12 +141,21 @@ class Named(nn.Linear):
     pass
 
 
-def with_more(has):
-    linear = nn.Linear(4, 4)
-    if has == "hooks":
-        linear.register_forward_hook(lambda module, inputs, y: y + 1)
-        return linear
-    return torch.nn.utils.parametrizations.weight_norm(linear)
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+def with_more():
+    """Layers with more than their weights, and what that is."""
+    kinds = "forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    for linear, kind in zip(layers, kinds, strict=False):
+        getattr(linear, f"register_{kind}")(lambda *_: None)
+    layers[4].weight.register_hook(lambda grad: grad)
+    layers[5].bias.register_post_accumulate_grad_hook(lambda p: None)
+    yield from (("hooks", linear) for linear in layers)
+    yield "parametrizations", torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
 
 
 @on_device
@@ -157,14 +166,21 @@ def own_forward(group):
     for made in (fluxlike.nn.ColumnParallelLinear, fluxlike.nn.RowParallelLinear):
         for linear, says in (
             (Adapted(4, 4), "a layer is a Adapted, it must be an nn.Linear with nn.Linear's own forward"),
+            (Called(4, 4), "a layer is a Called, it must be an nn.Linear with nn.Linear's own forward"),
             (patched, "a layer is a Linear with a forward of its own, it must be"),
             (nn.LazyLinear(4), "a layer is a LazyLinear without weights; call it once before"),
         ):
             with pytest.raises(ValueError, match=says):
                 made.from_linear(linear, group=group)
-        for has in ("hooks", "parametrizations"):
-            with pytest.raises(ValueError, match=f"a layer has {has}, and one made of it would not; take them off, and give"):
-                made.from_linear(with_more(has), group=group)
+        for has, linear in with_more():
+            with pytest.raises(ValueError, match=rf"a layer has {has} \(.*\), which the one made of it, of this rank's part,"):
+                made.from_linear(linear, group=group)
+        loaded = nn.LazyLinear(4)
+        loaded.load_state_dict(nn.Linear(4, 4).state_dict())
+        with pytest.raises(ValueError, match="a layer is a LazyLinear without weights; call it once before"):
+            made.from_linear(loaded, group=group)
+        loaded(torch.ones(1, 4))
+        assert made.from_linear(loaded, group=group).tp_size == 2
         assert made.from_linear(Named(4, 4), group=group).tp_size == 2
     with pytest.raises(ValueError, match=r"fluxlike.nn.ColwiseParallel: a layer is a LazyLinear without weights; call it"):
         parallelize_module(nn.LazyLinear(4), DeviceMesh.from_group(group, device().type), fluxlike.nn.ColwiseParallel())

@@ -34,8 +34,8 @@ first exchange the shards, as `exchange.exchange_words_kernel` does and may on o
 A multiprocessor has one or two of them, where it has four of that kernel's; so each takes several blocks at once, and waits once
 for what all peers send of them. Those that had something to exchange arrive at a counter, ``gate``; all wait until as many have,
 and then each multiplies its BN columns. The gate needs no reset, as it only grows: each program knows in ``arrived`` how many had
-come when the last call ended, as it knows the number of the call. That the last to come says so by a word of its own took 0.4 to
-1.3 µs longer (docs/measured/2026-11-28-waits.md). Nothing guards ``gathered`` between calls, as these follow each other on the
+come when the last call ended, as it knows the number of the call. That the last to come says so by a word of its own took 0.2 to
+2.0 µs longer (docs/measured/2026-11-28-waits.md). Nothing guards ``gathered`` between calls, as these follow each other on the
 stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers
 took up to 36 % longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while the shards are on their way, that
 they come to the L2 cache, gained nothing.

@@ -9,7 +9,7 @@ Control block, words (see `ops.group` for who fills it)::
     EPOCH       calls finished by this rank; a running call has number EPOCH + 1
     LAST_USE+p  the call that last used slot set p (0 or 1), 0 for never
     ARRIVED     programs of the running call that are done
-    FAILED      1 once a wait of this rank has run out; later waits then return at once
+    FAILED      1 once a wait of this rank has run out; later waits then end when they look at it
     TIMEOUT     nanoseconds that a wait may last
     REPORT      address of the failure record (host memory that the device can write)
     SCRATCH     a word that may be signalled in vain (the first deferred signal of a program goes there)
@@ -214,17 +214,11 @@ def reset(full, slot, R: tl.constexpr):
 
 
 @triton.jit
-def is_last_of(programs, ctl, TMA: tl.constexpr):
-    """True in the last of so many programs to come here: what they stored and read before is done."""
-    drain_stores(TMA)
-    arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
-    return arrived == programs - 1
-
-
-@triton.jit
 def is_last_program(ctl, TMA: tl.constexpr):
     """True in exactly one program of the call: the one that arrives when all the others are done with their reads."""
-    return is_last_of(tl.num_programs(0), ctl, TMA)
+    drain_stores(TMA)
+    arrived = tl.atomic_add(ctl + ARRIVED, 1, sem="acq_rel", scope="gpu")
+    return arrived == tl.num_programs(0) - 1
 
 
 @triton.jit

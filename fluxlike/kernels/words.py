@@ -20,7 +20,7 @@ from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
 EMPTY = tl.constexpr(-1)
 #: NaN, in one element or in both.
 NAN = tl.constexpr(0x7FFF7FFF)
-#: Looks at words for one at the clock and at what has failed, which takes as long as several (docs/measured/2026-11-28-waits.md).
+#: Looks at words for one at the clock and at what has failed; one for each took longer (docs/measured/2026-11-28-waits.md).
 LOOKS = tl.constexpr(16)
 
 
@@ -81,12 +81,12 @@ def has_failed(since, looks, ctl, rank):
 
     It is looked at each LOOKS-th time.
     """
-    failed = looks < 0
+    failed = tl.zeros((), tl.int32)
     if looks % LOOKS == 0:
         aborted = tl.load(head_of(ctl, rank) + ABORT, volatile=True) != 0
         here = tl.load(ctl + FAILED, volatile=True) != 0
-        failed = any_thread(aborted | here | (globaltimer() - since > tl.load(ctl + TIMEOUT))) != 0
-    return failed
+        failed = any_thread(aborted | here | (globaltimer() - since > tl.load(ctl + TIMEOUT))).to(tl.int32)
+    return failed != 0
 
 
 @triton.jit

@@ -96,7 +96,9 @@ def check_input(layer: str, x: torch.Tensor, weight: torch.Tensor, ranks: int) -
 
 def is_linear(module: Any) -> bool:
     """Whether a module's forward is that of nn.Linear, which is what a layer of ours has in its place."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    if not isinstance(module, nn.Linear) or "forward" in vars(module):
+        return False
+    return type(module).forward is nn.Linear.forward and type(module).__call__ is nn.Linear.__call__
 
 
 def kind_of(module: Any) -> str:
@@ -113,19 +115,22 @@ def check_linears(layer: str, linears: Sequence[Any]) -> None:
             )
         check_made(layer, linear)
         if what := _besides(linear):
-            raise ValueError(f"{layer}: a layer has {what}, and one made of it would not; take them off, and give them to that one")
+            raise ValueError(f"{layer}: a layer has {what}, which the one made of it, of this rank's part, would not")
 
 
 def _besides(linear: nn.Linear) -> str:
-    """What changes a layer's results and is not in its weights."""
+    """What changes a layer's results, or gradients, and is not in its weights."""
+    if parametrize.is_parametrized(linear):
+        return "parametrizations (torch.nn.utils.parametrize.remove_parametrizations takes them off)"
     kinds = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-    if any(getattr(linear, kind) for kind in kinds):
-        return "hooks"
-    return "parametrizations" if parametrize.is_parametrized(linear) else ""
+    of_weights = "_backward_hooks", "_post_accumulate_grad_hooks"
+    if any(getattr(linear, kind) for kind in kinds) or any(getattr(p, kind) for p in linear.parameters() for kind in of_weights):
+        return "hooks (take them off, and register them behind this where they are right for a part)"
+    return ""
 
 
 def check_made(layer: str, linear: Any) -> None:
-    if is_lazy(linear.weight):
+    if is_lazy(linear.weight) or hasattr(linear, "_initialize_hook"):
         raise ValueError(f"{layer}: a layer is a {type(linear).__name__} without weights; call it once before")
 
 

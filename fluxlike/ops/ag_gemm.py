@@ -50,8 +50,12 @@ class AGGemmContext(Context):
             rows = chunk_rows(max_m, control.size)
             flags = cdiv(rows, tiling.MIN_TILE)
             data = control.size * rows * tiling.round_up(k, 16)
-            exchanged = max(control.size * rows, fused.room(max_m)) * k
-            super().__init__("ag_gemm", control, dtype, schedule, flags, data, exchanged)
+            super().__init__("ag_gemm", control, dtype, schedule, flags, data, control.size * rows * k)
+
+    def between(self) -> int:
+        gathers = self.dtype != torch.float32 and self.schedule != sequential.TORCH and fused.has_wide(self.tuned.capability)
+        found = super().between()
+        return max(found, fused.rows_read(self.max_m) * self.k) if found and gathers else found
 
     def take(self) -> None:
         super().take()

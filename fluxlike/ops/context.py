@@ -117,7 +117,11 @@ class Context(GroupContext):
         places = 2 * executor.programs if schedule == "stream_k" else executor.programs if shares else 1
         self.work = self.lasting(places * tiling.PART, dtype=torch.float32)
         self.parts = self.lasting(places, dtype=torch.int64, make=torch.zeros)
-        self.scratch = self.lasting(max(16, self._exchanged // self.dtype.itemsize), dtype=self.dtype)
+        self.scratch = self.lasting(max(16, self.between()), dtype=self.dtype)
+
+    def between(self) -> int:
+        """Elements that lie between the products and the exchanges of the schedule "sequential"; 0 if no call has it."""
+        return self._exchanged // self.dtype.itemsize
 
     def telling(self, transport: str, tile: tiling.Tiling | None, **sizes: Any) -> Told:
         """Of a call by ``transport``, for `start`. ``tile``: None where torch multiplies.

@@ -119,8 +119,8 @@ def gains(m: int, weight: torch.Tensor) -> bool:
     """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
 
     Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are slower in a graph, but ahead of
-    torch and NCCL there, too (160 rows not quite), and without one, where the host decides, they would be behind these by torch's
-    product (docs/measured/2026-11-28-waits.md). One way for both, as a call has the same bits in a graph and outside.
+    torch and NCCL there, too (not with 160 rows), and without one, where the host decides, they would mostly be behind these by
+    torch's product (docs/measured/2026-11-28-waits.md). One way for both, as a call has the same bits in a graph and outside.
     """
     return m <= GATHERED_ROWS and weight.nbytes <= (GATHERED if m <= ROWS else GATHERED_WIDE)
 
@@ -178,9 +178,9 @@ def launch(
     return made
 
 
-def room(max_m: int) -> int:
-    """Rows that the memory of `gather_launch` has for calls of up to ``max_m``, or more, so that it has all rows of a wide tile."""
-    return 1 << (max_m - 1).bit_length() if ROWS < max_m <= GATHERED_ROWS else max_m
+def rows_read(max_m: int) -> int:
+    """Rows that the tiles of calls of up to ``max_m`` read of what is gathered, where they read more than there are."""
+    return 1 << (max_m - 1).bit_length() if ROWS < max_m <= GATHERED_ROWS else 0
 
 
 def gather_launch(
@@ -201,7 +201,7 @@ def gather_launch(
     constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
     operands: tuple = memory, weight
     if tile.tma:
-        # Rows of no call behind the m, if memory has them: out of a descriptor's bounds they cost a product up to 91 % more
+        # Rows of no call behind the m, if memory has them: out of a descriptor's bounds they cost a product up to 90 % more
         # (docs/measured/2026-11-28-waits.md)
         rows = min(tile.bm, len(memory) // k)
         read = memory[: rows * k].view(rows, k)
