@@ -3,11 +3,10 @@
 import argparse
 import importlib
 import os
-import select
 import signal
 import sys
 
-from .tools.once import Parser
+from .tools.once import Parser, cannot_print
 
 # tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
 TOOLS = {
@@ -43,19 +42,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status: int = importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)
         sys.stdout.flush()
-    except BrokenPipeError:
-        if not _nobody_reads():
+    except OSError as error:
+        if not cannot_print(error):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # to where Python's end flushes what is left
-        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+        if isinstance(error, BrokenPipeError):  # who reads has left, as `| head` does
+            return 128 + signal.SIGPIPE  # as of a program that the signal ends
+        print(f"{parser.prog} {asked.tool}: what it prints cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return status
-
-
-def _nobody_reads() -> bool:
-    """Whether who read what this prints has left, as `| head` does."""
-    watch = select.poll()
-    watch.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in watch.poll(0))
 
 
 if __name__ == "__main__":

@@ -199,6 +199,17 @@ def test_a_reader_that_leaves(tmp_path):
     assert done.returncode == 128 + signal.SIGPIPE and "Error" not in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("tool", ["doctor --json", "topo p3.16xlarge", "model gemm_rs --nodes 1 --shapes 512x512x512"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_disk_that_is_full(tool, unbuffered):
+    command = [sys.executable, "-m", "fluxlike", *tool.split()]
+    with open("/dev/full", "w") as full:
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, env=environment)
+    says = f"python -m fluxlike {tool.split()[0]}: what it prints cannot be written: No space left on device\n"
+    assert done.returncode == 1 and done.stderr == says, done
+
+
 @pytest.mark.parametrize(("closed", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&-", 0), ("--no-such 2>&-", 2)])
 def test_a_stream_that_is_closed(closed, status):
     """Then Python has None in its place, and a tool says what it says to nobody."""

@@ -262,22 +262,28 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert lines == ["why", f"launch.sh: {said}"]
 
 
-@pytest.mark.parametrize("tool", ("bench", "links"))
-def test_a_reader_that_leaves_the_ranks(tmp_path, tool):
-    """As `| head` does: they end in order, early if they have much to do, and say nothing of it."""
+@pytest.mark.parametrize(("tool", "full"), (("bench", False), ("links", False), ("bench", True)))
+def test_ranks_that_cannot_print(tmp_path, tool, full):
+    """To a reader that leaves, as `| head` does, or a full disk: they end in order, early if they have much to do."""
     pytest.importorskip("rich")
     given = {"bench": ["gemm_rs", "--shapes", "8x8x8,8x8x16", "--methods", "copy_engine", "--rounds", "1", "--out", str(tmp_path)]}
     given["links"] = ["nvswitch-2", "--sizes", "1K", "--algos", "one_shot"]
-    reads, writes = os.pipe()
-    os.close(reads)
+    if full:
+        writes = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reads, writes = os.pipe()
+        os.close(reads)
     command = ["bash", "scripts/launch.sh", "--nproc", "2", "-m", "fluxlike", tool, *given[tool]]
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=200)
     os.close(writes)
-    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, ""), done.stderr
+    lines = ["what this prints cannot be written: No space left on device"]
+    lines += ["launch.sh: rank 0 ended with status 1; what it said is above"]
+    assert (done.returncode, done.stderr.splitlines()) == ((1, lines) if full else (128 + signal.SIGPIPE, [])), done.stderr
     if tool == "bench":
         record = json.loads((tmp_path / "gemm_rs-custom-R2-eager.json").read_text())
-        assert len(record["shapes"]) == 1 and record["left_out"] == [{"shape": "8×8×16", "why": "nobody reads any more"}]
+        left = {"shape": "8×8×16", "why": "what this prints cannot be written any more"}
+        assert len(record["shapes"]) == 1 and record["left_out"] == [left]
 
 
 @pytest.mark.parametrize("given", (["--nproc", "2"], ["--nproc=2"]))

@@ -88,7 +88,7 @@ def auto_iters(ms: float) -> int:
 
 
 class Budget:
-    """No new shape once ``seconds`` have passed, or nobody reads any more; None: no end of them."""
+    """No new shape once ``seconds`` have passed, or nothing can be printed any more; None: no end of them."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since, self._seconds = clock, clock(), seconds
@@ -96,7 +96,7 @@ class Budget:
     def spent(self) -> str:
         """Why there is to be no new shape, if so."""
         if command.Outlet.left:
-            return "nobody reads any more"
+            return "what this prints cannot be written any more"
         over = self._seconds is not None and self._clock() - self._since >= self._seconds
         return f"{self._seconds:g} seconds have passed" if over else ""
 

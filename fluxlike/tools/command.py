@@ -103,18 +103,21 @@ def lacks(tool: str, package: str, install: str = "") -> bool:
 
 
 class Outlet(io.FileIO):
-    """Standard output of a rank, which goes nowhere once its reader has left, as `| head` does.
+    """Standard output of a rank, which goes nowhere once its reader has left, as `| head` does, or its disk is full.
 
     Ranks wait for each other: one that ended by the error would leave the others with one of their connections.
     """
 
-    left = False
+    #: The status to end with since then, or 0.
+    left = 0
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            Outlet.left = True
+        except OSError as error:
+            Outlet.left = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
+            if Outlet.left == 1:
+                print(f"what this prints cannot be written: {error.strerror}", file=sys.stderr)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
@@ -143,7 +146,7 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
 
     ``explain``: what to say of an exception of ``work`` after which this process ends at once, because an orderly end would wait
     for ranks that wait for this one; None for one that goes on to the caller. The launcher ends the others. The status is as of a
-    program that SIGPIPE ends where nobody reads any more.
+    program that SIGPIPE ends where nobody reads any more, and 1 where what it prints cannot be written.
     """
     try:
         fluxlike.init(heap_bytes=heap_bytes)
@@ -161,7 +164,7 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
         sys.stdout.flush()
         os._exit(1)
     fluxlike.finalize()
-    return 128 + signal.SIGPIPE if Outlet.left else status
+    return Outlet.left or status
 
 
 @contextlib.contextmanager

@@ -286,9 +286,9 @@ def main(argv: list[str] | None = None) -> int:
         if asked.json:
             topo.write(asked.json, {"environment": topo.stamp(command.arguments(argv), "model")} | facts)
         why = draw(rows, Path(asked.plot)) if asked.plot else None
-    except BrokenPipeError:  # who reads has left
-        raise
     except OSError as error:
+        if once.cannot_print(error):
+            raise
         why = str(error)
     if why:
         print(f"model: {why}", file=sys.stderr)

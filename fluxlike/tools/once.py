@@ -5,6 +5,7 @@ Imports nothing of weight: `racecheck` runs programs that may set variables befo
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -28,6 +29,22 @@ def speaks() -> bool:
     if is_first():
         return True
     time.sleep(GRACE_S)
+    return False
+
+
+def cannot_print(error: BaseException) -> bool:
+    """Whether an error is that what this process prints cannot be written: who reads has left, or the disk is full."""
+    of_writes = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
+    if not isinstance(error, OSError) or error.errno not in of_writes or error.filename is not None:
+        return False
+    try:
+        stdout = sys.stdout.fileno()
+    except (OSError, ValueError, AttributeError):  # no file
+        return False
+    try:
+        os.write(stdout, b"\n")
+    except OSError:
+        return True
     return False
 
 

@@ -220,9 +220,9 @@ def main(argv: list[str] | None = None) -> int:
             everything(asked.seed, asked.random, arguments, asked.json)
             return 0
         return one(asked, arguments)
-    except BrokenPipeError:  # who reads has left
-        raise
     except (OSError, RuntimeError, ValueError) as error:
+        if once.cannot_print(error):
+            raise
         preset = ", or name a preset: python -m fluxlike topo p3.16xlarge" if detect.REMEDY in str(error) else ""
         print(f"topo: {error}{preset}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
