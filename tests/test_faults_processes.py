@@ -5,6 +5,7 @@ machine with four GPUs, on one GPU each. On the CPU heap a wait may last a minut
 GPUs the host cannot look while a kernel waits, so some faults show only when the wait runs out.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -190,9 +191,11 @@ def test_an_interrupt(heap, everybody):
 def children(pid: int) -> set[int]:
     """The processes below ``pid``."""
     found: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found |= {child} | children(child)
+    with contextlib.suppress(OSError):  # the process has ended since
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread has
+                for child in map(int, (task / "children").read_text().split()):
+                    found |= {child} | children(child)
     return found
 
 
@@ -225,8 +228,12 @@ def test_an_interrupted_torchrun(heap, tmp_path):
         assert "Sending process" not in output.read_text() or "SIGKILL" not in output.read_text(), output.read_text()
     finally:
         if torchrun.poll() is None:
+            left = children(torchrun.pid)  # of sessions of their own
             os.killpg(torchrun.pid, signal.SIGKILL)
             torchrun.wait(10)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(TORCHRUN, reason="starts a launcher of its own")
