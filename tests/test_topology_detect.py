@@ -2,6 +2,7 @@
 
 No test here needs a GPU, so none shows that the real torch and NVML answer as these do."""
 
+import io
 import json
 import os
 import subprocess
@@ -325,12 +326,17 @@ def test_a_path_that_is_no_text(tmp_path, capsys):
 def test_a_reader_that_leaves_is_no_error_of_the_tool(monkeypatch):
     """The program's end sees to that, whichever tool it is."""
 
-    def leaves(*_):
-        raise BrokenPipeError
+    def prints(*_):
+        print("a line", flush=True)
 
-    monkeypatch.setattr(topo, "one", leaves)
-    with pytest.raises(BrokenPipeError):
-        topo.main(["p3.8xlarge"])
+    reads, writes = os.pipe()
+    os.close(reads)
+    monkeypatch.setattr(topo, "one", prints)
+    with open(os.dup(writes), "wb", buffering=0) as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(unread, write_through=True))
+        with pytest.raises(BrokenPipeError):
+            topo.main(["p3.8xlarge"])
+    os.close(writes)
 
 
 def test_the_picture(tmp_path, capsys):
