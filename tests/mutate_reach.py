@@ -46,7 +46,7 @@ def is_word_store(node: ast.AST) -> bool:
     value = node.args[1]  # type: ignore[attr-defined]
     if node.keywords:  # type: ignore[attr-defined]
         return isinstance(value, ast.BinOp) and name_of(value.left) == "zeros"
-    return isinstance(node.args[1], ast.Constant) or not reach().get(id(node), ((), True))[1]  # type: ignore[attr-defined]
+    return isinstance(value, ast.Constant) or not reach().get(id(node), ((), True))[1]
 
 
 def is_put(node: ast.AST) -> bool:

@@ -53,6 +53,7 @@ class AGGemmContext(Context):
             super().__init__("ag_gemm", control, dtype, schedule, flags, data, control.size * rows * k)
 
     def between(self) -> int:
+        """Also the rows that tiles read behind those that are there."""
         gathers = self.dtype != torch.float32 and self.schedule != sequential.TORCH and fused.has_wide(self.tuned.capability)
         found = super().between()
         return max(found, fused.rows_read(self.max_m) * self.k) if found and gathers else found

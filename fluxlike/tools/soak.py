@@ -316,7 +316,7 @@ class Soak:
         for burst in plan:
             self.play(burst)
             now = self.seconds()
-            over = bool(wishes) or bool(command.Outlet.left) or now >= self.asked.minutes * 60
+            over = bool(wishes or command.Outlet.left) or now >= self.asked.minutes * 60
             over, due = self.agree(burst, over, now - sampled >= self.sample_s)
             if due:
                 sampled = now
