@@ -90,9 +90,10 @@ def exchanges(rank: int, ranks: int, device: torch.device) -> None:
             z = fluxlike.ag_gemm(shards[rank].to(device), torch.eye(2048)[:n].to(device).bfloat16(), ctx)
             assert torch.equal(z.cpu(), shards.flatten(0, 1)[:, :n]), f"ag_gemm fused {n}"
             assert ctx.last_path == "sequential/fused"
-    wide, rows = 64 * world.current().executor.programs, several.repeat(1, 2, 1)[:, :40]
-    with fluxlike.create_ag_gemm_context(40 * ranks, wide * ranks, 16, schedule="sequential") as ctx:
-        for _ in range(3):
+    wide = 64 * world.current().executor.programs
+    with fluxlike.create_ag_gemm_context(144, wide * ranks, 16, schedule="sequential") as ctx:
+        for most in (80, 144, 80):  # in one product, and in two
+            rows = several.repeat(1, 3, 1)[:, : most // ranks]
             z = fluxlike.ag_gemm(rows[rank].to(device), torch.eye(16).repeat(wide // 16, 1).to(device).bfloat16(), ctx)
             assert torch.equal(z.cpu(), rows.reshape(-1, 16).repeat(1, wide // 16)), "ag_gemm fused, of more rows"
             assert ctx.last_path == "sequential/fused" or not fused.has_wide(world.current().executor.capability)

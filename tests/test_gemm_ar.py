@@ -166,9 +166,9 @@ def test_tiles():
                     continue
                 tiles = -(-n // tile.bn)
                 over = -(-tiles // programs)
-                assert m <= tile.bm and tile.tma == (m > 64) and (tile.tma or tile.bm <= tile.bn)
+                assert m <= tile.bm + tile.rest and tile.tma == (m > 64) and (tile.tma or tile.bm <= tile.bn)
                 assert over <= exchange.OVER and tile.stages > 1
-                shared = over * tile.stages * (tile.bm + tile.bn) * tile.bk * 2
+                shared = over * tile.stages * (tile.bm + tile.rest + tile.bn) * tile.bk * 2
                 assert shared <= few.SHARED.get(capability, few.SMALL)
     assert few.tile_of((9, 0), 16, 8192, 132) == few.Tile(16, 64, 128, 4, 8)
     assert few.tile_of((9, 0), 16, 4096, 132) == few.Tile(16, 32, 128, 4, 8)
@@ -176,8 +176,8 @@ def test_tiles():
     assert few.tile_of((9, 0), 64, 4096, 132) is None
     assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 64, 8, 6, True)
     assert few.tile_of((9, 0), 128, 7168, 132) == few.Tile(128, 64, 128, 4, 4, True)
-    assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(256, 128, 64, 8, 4, True)
-    assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(256, 64, 64, 8, 5, True)
+    assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(128, 128, 64, 8, 5, True, 32)
+    assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(128, 64, 64, 8, 5, True, 128)
     assert few.tile_of((9, 0), 128, 4224, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
     assert few.tile_of((8, 0), 65, 14336, 108) is None
 

@@ -37,8 +37,9 @@ and then each multiplies its BN columns. The gate needs no reset, as it only gro
 come when the last call ended, as it knows the number of the call. That the last to come says so by a word of its own took 0.2 to
 2.0 µs longer (docs/measured/2026-11-28-waits.md). Nothing guards ``gathered`` between calls, as these follow each other on the
 stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers
-took up to 36 % longer (docs/measured/2026-11-28-wide.md). To ask for the first lines of W while the shards are on their way, that
-they come to the L2 cache, gained nothing.
+took up to 36 % longer (docs/measured/2026-11-28-wide.md). Of more than 128, REST, those behind are a product of their own by the
+same rows of W, as a tile of 256 takes as long for 129 rows as for 256. To ask for the first lines of W while the shards are on their
+way, that they come to the L2 cache, gained nothing, and of more than a few cost.
 """
 
 import triton
@@ -87,6 +88,21 @@ def product(
         row = tl.arange(0, BM)[:, None]
         tile = tl.where((row >= first) & (row < first + rows), add_bias(tile, bias, column, N, BN, BIAS), tile)
     return tile
+
+
+@triton.jit
+def two_products(
+    x, behind, w, bias, column, N, K,
+    BM: tl.constexpr, REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """x · Wᵀ (+ bias) in fp32, tiles [BM, BN] and [REST, BN]: of the rows of x, and of those behind them. All are descriptors."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    rest = tl.zeros((BN, REST), tl.float32)
+    for k in range(0, K, BK):
+        a = w.load([column, k])
+        acc = tl.dot(a, x.load([0, k]).T, acc)
+        rest = tl.dot(a, behind.load([0, k]).T, rest)
+    return add_bias(acc.T, bias, column, N, BN, BIAS), add_bias(rest.T, bias, column, N, BN, BIAS)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "stride_x", "stride_w", "capacity", "offset", "rank"])
@@ -200,10 +216,10 @@ def gather(
     "n", "chunk", "width", "part", "lot", "M", "N", "K", "stride_w", "capacity", "offset", "rank"
 ])  # fmt: skip
 def gather_fused_kernel(
-    x, gathered, read, w, z, bias, gate, arrived, epochs, ctl,
+    x, gathered, read, behind, w, z, bias, gate, arrived, epochs, ctl,
     n, chunk, width, part, lot, M, N, K, stride_w, capacity, offset, rank,
-    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, WORDS: tl.constexpr,
-    TMA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
+    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, REST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    B: tl.constexpr, WORDS: tl.constexpr, TMA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """One call; a program for every BN columns. N, K and stride_w are multiples of 16, addresses of 16 bytes.
 
@@ -223,7 +239,11 @@ def gather_fused_kernel(
     tma_acquire(TMA)
     N, K, stride_w, _ = vectorised(N, K, stride_w, 16, True)
     column = program * BN
-    tile = product(read, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, TMA, BIAS)
+    if REST > 0:
+        tile, rest = two_products(read, behind, w, bias, column, N, K, BM, REST, BN, BK, BIAS)
+        store_block(z, rest.to(z.dtype.element_ty), BM, column, M, N, N, REST, BN)
+    else:
+        tile = product(read, w, bias, column, 0, M, M, N, K, K, stride_w, BM, BN, BK, TMA, BIAS)
     store_block(z, tile.to(z.dtype.element_ty), 0, column, M, N, N, BM, BN)
     advance(epochs, ctl, epoch, MOST)
     keep(arrived, all_in, MOST)

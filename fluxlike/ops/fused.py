@@ -12,8 +12,8 @@ from .group import Prepared
 
 #: Rows up to which a call may be fused, and elements of which its sizes and strides must be multiples.
 ROWS, WHOLE = 64, 16
-#: Rows of a call that gathers them, on GPUs with TMA.
-GATHERED_ROWS = 256
+#: Rows of a call that gathers them, on GPUs with TMA, and of the first of two products that make more.
+GATHERED_ROWS, FIRST = 256, 128
 #: Bytes of shared memory that programs of such a kernel may take of a multiprocessor; on GPUs that are not named, `SMALL`.
 SHARED, SMALL = {(8, 0): 160 << 10, (9, 0): 200 << 10, (10, 0): 200 << 10, (10, 3): 200 << 10}, 96 << 10
 WARPS = 4
@@ -26,7 +26,10 @@ GATHERED, GATHERED_WIDE = 256 << 20, 128 << 20
 
 
 class Tile(NamedTuple):
-    """Rows that a program has room for, its columns, the depth of a step, and how it is compiled. ``tma``: it reads by TMA."""
+    """Rows that a program has room for, its columns, the depth of a step, and how it is compiled.
+
+    ``tma``: it reads by TMA. ``rest``: rows behind the first ones, which are a product of their own.
+    """
 
     bm: int
     bn: int
@@ -34,6 +37,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
+    rest: int = 0
 
 
 def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
@@ -43,28 +47,34 @@ def tile_of(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile 
     columns, x would come from the L2 cache for longer than W from memory (docs/measured/2026-11-27-fused.md). More than two
     programs on a multiprocessor would not all run at once, which `kernels.fused` relies on.
     """
-    rows = max(16, 1 << (m - 1).bit_length())
-    if rows > ROWS:
-        return _wide(capability, rows, n, programs)
+    if m > ROWS:
+        return _wide(capability, m, n, programs)
+    rows, _ = _rows(m)
     columns = 64 if 2 * cdiv(n, 64) > programs else 32
     if cdiv(n, columns) > exchange.OVER * programs:
         columns = 128
     tiles = cdiv(n, columns)
     if rows > columns or tiles > exchange.MOST or (tiles > exchange.OVER * programs and capability != tiling.CPU):
         return None
-    return _tile(capability, rows, columns, 1 if tiles <= programs else exchange.OVER)
+    return _tile(capability, m, columns, 1 if tiles <= programs else exchange.OVER)
 
 
-def _wide(capability: tuple[int, int], rows: int, n: int, programs: int) -> Tile | None:
+def _rows(m: int) -> tuple[int, int]:
+    """Rows of a tile for M rows, and of the one behind it, if there are more than `FIRST`: powers of two."""
+    rest = max(m - FIRST, 0)
+    return max(16, 1 << (min(m, FIRST) - 1).bit_length()), max(32, 1 << (rest - 1).bit_length()) if rest else 0
+
+
+def _wide(capability: tuple[int, int], m: int, n: int, programs: int) -> Tile | None:
     """The same for more than `ROWS` rows: more than half of the multiprocessors have a program, which has one to itself.
 
     The columns were the faster ones of 64 and 128 at both sizes that were tried (docs/measured/2026-11-28-wide.md).
     """
     columns = 64 if cdiv(n, 64) <= programs else 128
     tiles = cdiv(n, columns)
-    if rows > GATHERED_ROWS or tiles > programs or 2 * tiles <= programs or not has_wide(capability):
+    if m > GATHERED_ROWS or tiles > programs or 2 * tiles <= programs or not has_wide(capability):
         return None
-    return _tile(capability, rows, columns, 1)
+    return _tile(capability, m, columns, 1)
 
 
 def has_wide(capability: tuple[int, int]) -> bool:
@@ -72,15 +82,15 @@ def has_wide(capability: tuple[int, int]) -> bool:
     return capability == tiling.CPU or tiling.is_large(capability)
 
 
-def _tile(capability: tuple[int, int], rows: int, columns: int, over: int) -> Tile | None:
+def _tile(capability: tuple[int, int], m: int, columns: int, over: int) -> Tile | None:
     """``over``: programs on a multiprocessor."""
-    wide = rows > ROWS
+    (rows, rest), wide = _rows(m), m > ROWS
     if capability == tiling.CPU:  # where all programs are alive together
-        return Tile(rows, columns, 64, 1, 1, wide)
-    room = SHARED.get(capability, SMALL) // over // (2 * (rows + columns))
+        return Tile(rows, columns, 64, 1, 1, wide, rest)
+    room = SHARED.get(capability, SMALL) // over // (2 * (rows + rest + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    warps = 2 * WARPS if rows * columns > 128 * 64 else WARPS  # of eight, a thread has only 8 bytes of a block
-    return Tile(rows, columns, depth, warps, min(room // depth, 8), wide) if room >= 2 * depth else None
+    warps = 2 * WARPS if (rows + rest) * columns > 128 * 64 else WARPS  # of eight, a thread has only 8 bytes of a block
+    return Tile(rows, columns, depth, warps, min(room // depth, 8), wide, rest) if room >= 2 * depth else None
 
 
 def misfit(dtype: torch.dtype, max_m: int, most: int = ROWS) -> str | None:
@@ -180,7 +190,7 @@ def launch(
 
 def rows_read(max_m: int) -> int:
     """Rows that the tiles of calls of up to ``max_m`` read of what is gathered, where they read more than there are."""
-    return 1 << (max_m - 1).bit_length() if ROWS < max_m <= GATHERED_ROWS else 0
+    return sum(_rows(max_m)) if ROWS < max_m <= GATHERED_ROWS else 0
 
 
 def gather_launch(
@@ -197,17 +207,19 @@ def gather_launch(
     programs, sources = cdiv(n, tile.bn), 1 << (ctx.size - 2).bit_length()
     lot = min(cdiv(parts.blocks, programs), max(WORDS_A_THREAD * 32 * tile.warps // (sources * exchange.WORDS), 1))
     room = exchange.WORDS << (lot - 1).bit_length()
-    constants = dict(R=ctx.size, S=sources, BM=tile.bm, BN=tile.bn, BK=tile.bk, B=room, WORDS=exchange.WORDS)
+    constants = dict(R=ctx.size, S=sources, BM=tile.bm, REST=tile.rest, BN=tile.bn, BK=tile.bk, B=room, WORDS=exchange.WORDS)
     constants |= dict(TMA=tile.tma, BIAS=bias is not None, MOST=exchange.MOST, maxnreg=REGISTERS)
-    operands: tuple = memory, weight
+    operands: tuple = memory, memory, weight
     if tile.tma:
         # Rows of no call behind the m, if memory has them: out of a descriptor's bounds they cost a product up to 90 % more
         # (docs/measured/2026-11-28-waits.md)
-        rows = min(tile.bm, len(memory) // k)
+        rows = min(tile.bm + tile.rest, len(memory) // k)
         read = memory[: rows * k].view(rows, k)
-        operands = tiling.descriptor(read, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])
+        first = tiling.descriptor(read[: tile.bm], [tile.bm, tile.bk])
+        behind = tiling.descriptor(read[tile.bm :], [tile.rest, tile.bk]) if tile.rest else first
+        operands = first, behind, tiling.descriptor(weight, [tile.bn, tile.bk])
     args = (part, memory, *operands, z, ctx.ctl if bias is None else bias, ctx.flags[ctx.rank * ctx.bulk :])
     args += (ctx.arrived, ctx.epochs, ctx.ctl)
     sizes = (*parts, lot, m, n, k, weight.stride(0), ctx.words, ctx.offsets["slots"], ctx.rank)
-    varying = (0, 3, 4) if bias is None else (0, 3, 4, 5)
+    varying = (0, 4, 5) if bias is None else (0, 4, 5, 6)
     return ctx.prepare(gather_fused_kernel, programs, (*args, *sizes), constants, tile, varying)

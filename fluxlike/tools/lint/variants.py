@@ -32,7 +32,7 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
 #: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused, with a K of which programs
 #: gather several blocks at once; more that are gathered so, by eight warps and by four, and the most of those, in tiles of 64
-#: columns and of 128. The collectives take M×K elements, all_reduce also two tensors of so many.
+#: columns and of 128, and fewer of them. The collectives take M×K elements, all_reduce also two tensors of so many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -52,6 +52,7 @@ SHAPES = {
     "slender": (128, 7168, 4096),
     "most": (256, 7168, 4096),
     "widest": (256, 14336, 4096),
+    "between": (160, 14336, 4096),
 }
 
 
@@ -121,7 +122,7 @@ def cases(capability: int) -> list[Case]:
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
         found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
         found.append(Case("ag_gemm", "sequential/fused", "gathered", torch.float16, bias=True))
-        found += [Case("ag_gemm", "sequential/fused", shape) for shape in ("slender", "most")]
+        found += [Case("ag_gemm", "sequential/fused", shape) for shape in ("slender", "most", "between")]
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
