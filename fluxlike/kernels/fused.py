@@ -38,8 +38,8 @@ come when the last call ended, as it knows the number of the call. That the last
 2.0 µs longer (docs/measured/2026-11-28-waits.md). Nothing guards ``gathered`` between calls, as these follow each other on the
 stream. More than 64 rows are read by TMA, TMA: there each program reads as much of x, from the L2 cache, as of W, and by pointers
 took up to 36 % longer (docs/measured/2026-11-28-wide.md). Of more than 128, REST, those behind are a product of their own by the
-same rows of W, as a tile of 256 takes as long for 129 rows as for 256. To ask for the first lines of W while the shards are on their
-way, that they come to the L2 cache, gained nothing, and of more than a few cost.
+same rows of W, as a tile of 256 takes as long for 129 rows as for 256. To ask for the first lines of W while the shards are on
+their way, that they come to the L2 cache, gained nothing, and more of them cost.
 """
 
 import triton
