@@ -117,7 +117,7 @@ class Outlet(io.FileIO):
         except OSError as error:
             Outlet.left = 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
             if Outlet.left == 1:
-                print(f"what this prints cannot be written: {error.strerror}", file=sys.stderr)
+                print(f"what this prints cannot be written: {error.strerror}; direct it to where there is room", file=sys.stderr)
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
