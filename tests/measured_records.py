@@ -49,6 +49,10 @@ SIDE_BY_SIDE["wide"] = "2026-11-28-{}-wide-R2{}.json", "0f1ae78"  # and more row
 SIDE_BY_SIDE["4×H200"] = "2026-11-28-{}-few-R4{}.json", "e08e55c"
 SIDE_BY_SIDE["bounds"] = "2026-11-28-{}-bounds-R2{}.json", "e3ced63"
 SIDE_BY_SIDE["waits"] = "2026-11-28-{}-waits-R2{}.json", "c46002b"
+SIDE_BY_SIDE["parts"] = "2026-11-28-{}-parts-R2{}.json", "c49fa8c"
+#: Two nodes of one GPU each, by which calls.
+NODES = {what: f"2026-11-28-{{}}-nodes-{what}{{}}.json" for what in ("2x1", "few-2x1")}
+CODE_OF |= {name.format(op, mode): "c49fa8c" for name in NODES.values() for op in OPS for mode in MODES}
 CODE_OF |= {"2026-11-28-all_reduce-waits-before-R2-graph.json": "e3ced63", "2026-11-28-all_reduce-waits-R2-graph.json": "c46002b"}
 for _name, _commit in SIDE_BY_SIDE.values():
     CODE_OF |= {_name.format(op, mode): _commit for op in (*OPS, "gemm_ar") for mode in MODES}

@@ -16,6 +16,8 @@ from measured_records import (
     FEW,
     HEADLINE,
     MEASURED,
+    MODES,
+    NODES,
     NONE,
     OPS,
     ROOT,
@@ -443,9 +445,25 @@ def side_by_side(machine: str, *ops: str) -> str:
     return table(f"{heads} | × torch by torch | in one | host by torch | in one", rows, 4)
 
 
+def nodes(what: str) -> str:
+    rows: list[list[str]] = []
+    for op in OPS:
+        eager, graph = (read(NODES[what].format(op, mode)) for mode in MODES)
+        rows.append([f"{op}, {eager.commit} ([eager]({eager.link}), [graph]({graph.link}))", *[""] * 9])
+        for shape, times in eager.times.items():
+            cells = [us(times["gemm"])]
+            for record in (eager, graph):
+                torch, auto = (record.times[shape][method] for method in ("torch", "auto"))
+                hosts = [us(eager.host[shape][method]) for method in ("torch", "auto")] if record is eager else []
+                cells += [us(torch), us(auto), f"{torch / auto:.2f}", *hosts]
+            rows.append([shape, *cells])
+    heads = "M×N×K | cuBLAS | torch + NCCL | fluxlike | × torch | host: torch | fluxlike | in a graph: torch | fluxlike | × torch"
+    return table(heads, rows)
+
+
 MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
 MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, llama_8b)
-MADE += (apart, merged, swing, fused, side_by_side, looks)
+MADE += (apart, merged, swing, fused, side_by_side, looks, nodes)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
 
 
