@@ -176,7 +176,7 @@ def test_tiles():
     assert few.tile_of((9, 0), 64, 4096, 132) is None
     assert few.tile_of((9, 0), 65, 14336, 132) == few.Tile(128, 128, 64, 8, 6, True)
     assert few.tile_of((9, 0), 128, 7168, 132) == few.Tile(128, 64, 128, 4, 4, True)
-    assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(128, 128, 64, 8, 5, True, 32)
+    assert few.tile_of((9, 0), 129, 14336, 132) == few.Tile(128, 128, 64, 4, 5, True, 32)
     assert few.tile_of((9, 0), 256, 7168, 132) == few.Tile(128, 64, 64, 8, 5, True, 128)
     assert few.tile_of((9, 0), 128, 4224, 132) is None is few.tile_of((9, 0), 128, 16897, 132)
     assert few.tile_of((8, 0), 65, 14336, 108) is None
