@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from . import __version__
 from .tools.once import Parser, cannot_print
 
 # tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="tools:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in TOOLS.items()),
     )
+    parser.add_argument("--version", action="version", version=f"fluxlike {__version__}")
     parser.add_argument("tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the tool's own arguments")
     asked = parser.parse_args(argv)

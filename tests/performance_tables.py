@@ -6,6 +6,7 @@ tests/test_performance_tables.py sees to. Captions with commit and links come fr
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,19 @@ def summary(*machines: str) -> str:
                 commit, against = record.commit.split(",")[0], [spread(ratios(record, peer)) for peer in ("torch", "async_tp")]
                 rows.append([f"{machine}, {commit}", op, f"[{mode}]({record.link})", *against])
     return table("GPUs, commit | op | calls | × torch + NCCL: least / median / most | × async TP: least / median / most", rows, 3)
+
+
+def landing() -> str:
+    """Of all headline shapes of both operations."""
+    rows: list[list[str]] = []
+    for machine in ("4×H100", "2×H100", "2×H200"):
+        for i, calls in enumerate(("eager", "in CUDA graphs")):
+            records, cells = [headline(machine, op)[i] for op in OPS], []
+            for peer in ("torch", "async_tp"):
+                found = [ratio for record in records for ratio in ratios(record, peer)]
+                cells.append(f"{statistics.median(found):.2f}× ({min(found):.2f} to {max(found):.2f})")
+            rows.append([f"{machine} ({records[0].commit}), {calls}", *cells])
+    return table("GPUs (commit), calls | torch.matmul + NCCL | torch's async TP", rows)
 
 
 def caption(op: str, machine: str, *records: Record) -> str:
@@ -461,7 +475,7 @@ def nodes(what: str) -> str:
     return table(heads, rows)
 
 
-MADE = (summary, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
+MADE = (summary, landing, shapes, schedules, few, few_h100, again, again_host, out_host, out, said, host)
 MADE += (all_reduce, words, turns, bursts, collectives, relay, sets, launches, gemm_ar, whole, large, llama_8b)
 MADE += (apart, merged, swing, fused, side_by_side, looks, nodes)
 TABLES: dict[str, Callable[..., str]] = {made.__name__: made for made in MADE}
@@ -473,15 +487,15 @@ def filled(path: Path) -> str:
     def again(match: re.Match[str]) -> str:
         name, *arguments = match[1].split()
         made = TABLES[name](*arguments)
-        if path.parent == MEASURED:
-            made = made.replace("](measured/", "](")
+        if path.parent != MEASURED.parent:
+            made = made.replace("](measured/", "](" if path.parent == MEASURED else "](docs/measured/")
         return f"{match[1]}{match[2]}{made}\n"
 
     return PLACE.sub(again, path.read_text())
 
 
 def pages() -> list[Path]:
-    return [path for path in sorted((ROOT / "docs").rglob("*.md")) if "<!-- table: " in path.read_text()]
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if "<!-- table: " in path.read_text()]
 
 
 def main() -> Any:

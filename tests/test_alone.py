@@ -85,9 +85,10 @@ def test_a_rank_is_not_played_in_a_world(monkeypatch):
 
 
 def test_what_is_asked_for(capsys):
-    with pytest.raises(SystemExit):
-        tool.main(["gemm_rs", "--ranks", "1"])
-    assert "give two ranks or more" in capsys.readouterr().err
+    for wrong, says in (("--ranks", "give two ranks or more"), ("--rounds", "give one round or more")):
+        with pytest.raises(SystemExit):
+            tool.main(["gemm_rs", wrong, "0"])
+        assert f"{wrong} 0: {says}" in capsys.readouterr().err
 
 
 def test_several_at_once_are_refused(monkeypatch, capsys):

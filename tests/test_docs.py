@@ -55,8 +55,8 @@ def test_tests_are_named_as_they_are():
 
 
 def test_variables():
-    """README's table is that of `env`, with its defaults, but for those that depend on the machine."""
-    rows = dict(re.findall(r"^\| `(FLUXLIKE_\w+)` \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    """The table of docs/reference.md is that of `env`, with its defaults, but for those that depend on the machine."""
+    rows = dict(re.findall(r"^\| `(FLUXLIKE_\w+)` \| ([^|]+) \|", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE))
     assert [name for name in rows if name not in env.ELSEWHERE] == [variable.name for variable in env.TABLE]
     assert [v.name for v in env.TABLE if v.default and rows[v.name] != v.default] == []
     known = set(rows).union(env.ELSEWHERE)

@@ -15,6 +15,7 @@ import pytest
 from test_doctor_facts import healthy, whats
 from test_lint_signals import living
 
+import fluxlike
 from fluxlike.runtime import env
 from fluxlike.tools import doctor, machine
 from fluxlike.tools.machine import parse_topology
@@ -112,14 +113,16 @@ def test_settings(tmp_path):
     wrong |= {"FLUXLIKE_TOPOLOGY": "none.json", "FLUXLIKE_FOO": "1"}
     right = {"FLUXLIKE_PYTHON": "python3", "FLUXLIKE_TEST_HEAP": "shm", "FLUXLIKE_TUNE": "off"}
     done = run_doctor(tmp_path, "--json", **wrong, **right, CUDA_VISIBLE_DEVICES="")
+    why = "fluxlike.init refuses FLUXLIKE_TIMEOUT_S='abc' is no number of seconds above 0 and below 1000000"
+    assert done.returncode == 1 and json.loads(done.stdout)["heap"] == {"name": None, "why": why}
     found = {problem["what"]: problem["remedy"] for problem in json.loads(done.stdout)["problems"]}
     said = {what: remedy for what, remedy in found.items() if what.startswith("FLUXLIKE_")}
     assert said == {
         "FLUXLIKE_TIMEOUT_S='abc' is no number of seconds above 0 and below 1000000": "Unset it for 120.",
         "FLUXLIKE_HEAP_BYTES='1;2' is not a size": "Write bytes, or 64K, 512M, 4G.",
         "FLUXLIKE_TIMEOUTS is no variable of fluxlike": "Write FLUXLIKE_TIMEOUT_S if you mean that, else unset it.",
-        "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: README.md lists them all.",
-        "FLUXLIKE_FOO is no variable of fluxlike": "Unset it: README.md lists them all.",
+        "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: docs/reference.md lists them all.",
+        "FLUXLIKE_FOO is no variable of fluxlike": "Unset it: docs/reference.md lists them all.",
         "FLUXLIKE_TOPOLOGY='none.json': the topology 'none.json' cannot be read: No such file or directory": (
             "Name a JSON file or a preset."
         ),
@@ -263,6 +266,11 @@ def test_no_nvidia_smi(tmp_path):
     assert not [name for section, name in rows if "nvidia-smi" in name or section.startswith("links, ")]
     assert not [what for what in problems if "nvidia-smi" in what]
     assert list(Path("/dev").glob("nvidia[0-9]*")) or not [what for what in problems if "GPU(s)" in what]
+
+
+def test_the_version():
+    done = subprocess.run([sys.executable, "-m", "fluxlike", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == f"fluxlike {fluxlike.__version__}\n"
 
 
 def test_unknown_option_and_tool():

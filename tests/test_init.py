@@ -221,3 +221,9 @@ def ends(group, how):
 def test_nothing_keeps_torch_groups_alive(how):
     for outcome in run_fresh(ends, 2, {"FLUXLIKE_RACECHECK": str(int(how == "checked"))}, how=how):
         assert outcome.ok and outcome.value == 0, str(outcome)
+
+
+def test_a_python_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(RuntimeError, match=r"needs Triton 3.6 or 3.7, .* pip install 'triton>=3.6,<3.8'"):
+        fluxlike.init()

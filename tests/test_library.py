@@ -318,6 +318,12 @@ def transformed(group):
         for transform in (torch.func.grad, torch.func.jacrev):
             with pytest.raises(ValueError, match=r"inside of a transform of torch\.func.*use loss\.backward"):
                 transform(lambda t, op=op: op(t, w, group=group).sum())(x)
+        for call in (lambda op=op: op(x, w, group=group), lambda: fluxlike.all_reduce([x, x[:3]], group=group)):
+            for _ in range(2):  # the second is known, and not looked at
+                with pytest.raises(ValueError, match=r"inside a transform of torch\.func that differentiates"):
+                    torch.func.grad(lambda t, call=call: (call(), t.sum())[1])(x)  # nothing of the call is differentiated
+                call()
+            torch.func.vmap(lambda t, call=call: (call(), t)[1])(x)
         spread = distribute_tensor(w, mesh, [Replicate()])
         for operands in ((x, leaf(spread)), (distribute_tensor(x, mesh, [Replicate()]), leaf(w))):
             with pytest.raises(ValueError, match=r"is a DTensor.*to_local"):

@@ -395,6 +395,22 @@ def test_the_race_checker_is_for_one_node():
         assert outcome.ok, str(outcome)
 
 
+def by_any_default(group):
+    """Sums are in fp32 whatever torch's default dtype is."""
+    start()
+    x, w = torch.full((8, 16), 3e4, device=device()), torch.ones(8, 16, device=device())
+    expected = fluxlike.reference.gemm_rs(x, w)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        same(fluxlike.gemm_rs(x, w), expected, f"by default {dtype}")
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_the_default_dtype_is_no_matter(heap):
+    for outcome in run_fresh(by_any_default, 2, env={"FLUXLIKE_VIRTUAL_NODES": "2"}, heap=heap):
+        assert outcome.ok, str(outcome)
+
+
 @pytest.mark.parametrize(
     ("ranks", "heap"), ((4, "shm"), *(pytest.param(ranks, "nvshmem", marks=pytest.mark.gpu) for ranks in (2, 4)))
 )

@@ -148,6 +148,16 @@ def test_a_program_without_ranks_is_told_so_in_a_line(program, tool, options):
     assert done.stderr.startswith(f"{tool}: torch.distributed is not initialised and RANK, ") and " are not set; " in done.stderr
 
 
+@pytest.mark.parametrize("tool", ("bench gemm_rs", "soak --minutes 0"))
+def test_a_tool_without_ranks_says_how_it_is_started(tool):
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "fluxlike", *tool.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    name = tool.split()[0]
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{name} runs on all ranks; start it by bash scripts/launch.sh -m fluxlike {name} …" in done.stderr
+
+
 def test_racecheck_names_a_missing_file(capsys):
     with pytest.raises(SystemExit) as leaving:
         racecheck.main(["no_such.py"])

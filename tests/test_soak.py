@@ -549,7 +549,8 @@ def test_an_exception_on_one_rank_ends_all():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), (((), "--minutes"), (("--minutes", "-1"), "from 0 on"), (("--minutes", "1", "--limit", "0"), "above 0"))
+    ("options", "says"),
+    (((), "--minutes"), (("--minutes", "-1"), "from 0 on"), (("--minutes", "1", "--limit", "0"), "--limit 0 must be 1 or more")),
 )
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)

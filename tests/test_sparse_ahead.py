@@ -113,3 +113,25 @@ def beside_products(group):
 @pytest.mark.parametrize("ranks", (2, 3, 4))  # on two, no order could end in a wait of all for each other
 def test_ids_ahead_of_products(ranks):
     run_ranks(beside_products, ranks)
+
+
+def transformed(group):
+    """Transforms of torch.func see torch's Embedding; what begins outside of them goes on."""
+    ids = torch.tensor([1, 2, 2], device=device())
+    table = fluxlike.nn.Embedding(9, 4, 8, group, device=device())
+
+    def total(weight):
+        return torch.func.functional_call(table, {"weight": weight}, (ids,)).sum()
+
+    slope = torch.func.grad(total)(table.weight.detach())
+    assert slope.coalesce().indices().tolist() == [[1, 2]]
+    assert torch.equal(torch.vmap(lambda i: table(i).sum())(ids), table.weight[ids].sum(1))
+    assert table.context._pending is None
+    table(ids).sum().backward()
+    x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
+    assert x.indices().tolist() == [[1, 2]]
+    table.close()
+
+
+def test_an_embedding_in_transforms_of_torch_func():
+    run_ranks(transformed, 2)

@@ -168,6 +168,8 @@ def refusals(group, name):
             (lambda: ctx.start_indices(torch.ones(2, device=device())), "ids are torch.float32"),
             (lambda: fluxlike.create_sparse_all_reduce_context((5,), 0, group=group), "max_nnz=0: all sizes"),
             (lambda: fluxlike.create_sparse_all_reduce_context((5, 4), 2, torch.int8, group), "dtype torch.int8"),
+            (lambda: fluxlike.create_sparse_all_reduce_context((5, 4), 2, "float32", group), "dtype='float32' is not torch.bfloat16"),
+            (lambda: fluxlike.create_sparse_all_reduce_context((2**63, 4), 2, group=group), "no int64; the most are"),
         ):
             said, _ = told(wrong, ValueError)
             assert says in said, said
@@ -282,6 +284,9 @@ def ids_outside(group):
             said, _ = told(lambda: act(mine, group=group), ValueError)  # noqa: B023
             assert "rank 1 has ids below 0 or not below 5, the rows of the table" in said, f"{wrong}: {said}"
             act(mine, group=group, mode="padded", max_nnz=16)  # nobody looks, and it does no harm
+            if act is one:
+                with pytest.raises(ValueError, match="rank 1 has ids below 0 or not below 5"):
+                    fluxlike.reference.sparse_all_reduce(mine, group=group)
     for wrong in ([0, 4], [1, -1], [3, 0], [-1, 4], [2**62, 0]):  # of two dimensions, where the sum may well be another row's
         bad = torch.sparse_coo_tensor([[0, wrong[0]], [0, wrong[1]]], [1.0, 1.0], (3, 4), check_invariants=False).to(device())
         mine = bad if dist.get_rank(group) == 1 else gradient([[1, 1]], (3, 4), dims=2)

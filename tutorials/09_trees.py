@@ -63,7 +63,7 @@ SUMS = 1e-5
 
 
 def show_plans(matrix: LinkMatrix, out: str | None) -> bool:
-    """Parts 1 and 2, on one rank; whether minmax is as good as the seed's method or better."""
+    """Parts 1 and 2, on one rank; whether minmax is as good as MXNet's method or better."""
     print("part 1: the links, and the trees that are planned for them")
     print("\n".join(matrix_lines(matrix)))
     loads = {}
@@ -89,7 +89,7 @@ def trees_of_this_run() -> TreeContext:
 
 
 def reduces_ones(n: int) -> bool:
-    """The seed's own test: ones in, the number of ranks out."""
+    """MXNet's own test: ones in, the number of ranks out."""
     ranks = dist.get_world_size()
     y = fluxlike.all_reduce(torch.ones(n, device=world.current().device), algo="trees")
     return torch.equal(y, torch.full_like(y, ranks))

@@ -15,6 +15,7 @@ from ..ops.refusals import Refusing
 from ..ops.sparse_all_reduce import create_sparse_all_reduce_context
 from ..ops.sparse_arguments import NAME
 from ..ops.sparse_hook import CONTEXT
+from ..runtime import faking
 
 #: Reductions after which a forward pass that was never differentiated keeps ids from going ahead no more.
 FORGOTTEN = 32
@@ -57,8 +58,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: int64 or int32, of any shape. Raises what torch.nn.Embedding raises, and ValueError of more ids than max_ids."""
-        # a graph would have the rows only; the flag itself, as dynamo of torch 2.11 takes is_exporting() for true
-        if torch.compiler._is_exporting_flag or (not torch.compiler.is_compiling() and traced()):
+        # a graph, or a transform, would have the rows only; the flag itself, as dynamo of torch 2.11 takes is_exporting() for true
+        if torch.compiler._is_exporting_flag or (not torch.compiler.is_compiling() and (traced() or faking.is_transformed())):
             return super().forward(ids)
         tells = not torch.compiler.is_compiling() and self._begins()
         with Refusing(NAME, self.context.control) if tells else contextlib.nullcontext():

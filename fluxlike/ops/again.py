@@ -41,7 +41,7 @@ class Known(NamedTuple):
 
 def signature(tensors: Sequence[torch.Tensor | None], *said: int | None) -> Signature | None:
     """Of a call with these tensors, and sizes that the caller said; None: nothing is known of such calls."""
-    if forward_ad._current_level >= 0 or faking.is_on():
+    if forward_ad._current_level >= 0 or faking.is_on() or faking.is_transformed():
         return None
     key: list[Any] = []
     addresses = []
@@ -73,7 +73,7 @@ def signature_of_list(tensors: Any) -> Signature | None:
 
     Not of their shapes, which such a call does not depend on.
     """
-    if forward_ad._current_level >= 0 or faking.is_on() or not isinstance(tensors, (list, tuple)):
+    if forward_ad._current_level >= 0 or faking.is_on() or faking.is_transformed() or not isinstance(tensors, (list, tuple)):
         return None
     try:
         addresses, sizes = list(map(_address, tensors)), tuple(map(_elements, tensors))

@@ -134,7 +134,7 @@ class Letters(Messages):
         """y = the sum of ``parts`` [J, rows, N] over the nodes (+ bias), with ``own`` [rows, N] for that of this one."""
         for node in self.next:
             self.receive(node, parts[node])
-        total = torch.zeros(y.shape, device=y.device)
+        total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
         for node in range(len(self.nodes)):
             total += own if node == self.node else parts[node]
         y.copy_(total if bias is None else total + bias)

@@ -175,10 +175,12 @@ def sparse_all_reduce(
 
     control, wire = _checked(NAME, ctx, EpochContext, group, x, "shape, sparse_dim, op, mode, wire_dtype", checked)
     dims = x.sparse_dim()
-    ids, values, _ = entries_of(x)
-    total, seen = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0)
+    ids, values, table_rows = entries_of(x)
+    total, seen, outside = values.new_zeros(0, values.shape[1], dtype=torch.float32), ids.new_zeros(0), None
     for source in range(control.size):
         theirs, rows = _sent(ids, source, control), _sent(values, source, control)
+        if outside is None and ((theirs < 0) | (theirs >= table_rows)).any():
+            outside = control.ranks[source]
         distinct, part = sequential_sum(theirs, rows.float())
         union = torch.cat([seen, distinct]).unique()
         grown = total.new_zeros(len(union), total.shape[1])
@@ -187,6 +189,8 @@ def sparse_all_reduce(
         part = part.to(wire).float()
         grown[at] = torch.where(new[:, None], part, grown[at] + part)
         total, seen = grown, union
+    if outside is not None:  # on all ranks
+        raise ValueError(f"{NAME}: rank {outside} has ids below 0 or not below {table_rows}, the rows of the table")
     if how == "avg":
         total /= torch.tensor(float(control.size), device=x.device)  # by a number of the host's, torch multiplies on GPUs
     result = total.to(x.dtype)

@@ -23,7 +23,7 @@ from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, Exchange
 from .group import resolve
 from .keeping import in_step, kept
 from .refusals import Refusing, check_context
-from .sparse_arguments import NAME, check, check_ids, countable, wire_of
+from .sparse_arguments import MOST_ROWS, NAME, check, check_ids, countable, wire_of
 from .sparse_index import HEAD, ROW, room
 
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
@@ -274,11 +274,15 @@ def create_sparse_all_reduce_context(
     error: Exception | None = None
     shape = tuple(shape) if isinstance(shape, Sequence) else (shape,)  # a number is [N], as for torch.empty
     try:
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{NAME}: dtype={dtype!r} is not torch.bfloat16, torch.float16 or torch.float32")
         wire = wire_of(dtype, wire_dtype)
         shape, max_nnz = tuple(map(tiling.number, shape)), tiling.number(max_nnz)
         sizes = [*shape, max_nnz]
         if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"{NAME}: shape={shape}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
+        if shape[0] > MOST_ROWS:
+            raise ValueError(f"{NAME}: shape={shape}: ids of so many rows are no int64; the most are {MOST_ROWS} rows")
         countable(control.size, max_nnz)
     except ValueError as problem:
         error = problem

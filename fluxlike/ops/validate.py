@@ -179,6 +179,11 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
 
 def not_faking(op: str) -> None:
     """The call would be made with tensors that have no memory, even if those that it is given have."""
+    if faking.is_differentiated():
+        raise ValueError(
+            f"{op}: it was called inside a transform of torch.func that differentiates (as grad or jvp), where new tensors have no "
+            "memory that a kernel could write to; call it outside of that, or use loss.backward() or torch.autograd.grad"
+        )
     if faking.is_on():
         traces = "" if op == "reduce" or op.startswith("sparse") else ", or use torch.compile, which traces it"
         raise ValueError(

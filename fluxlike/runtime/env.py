@@ -186,7 +186,9 @@ def unknown() -> list[str]:
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in _BY_NAME and name not in ELSEWHERE:
             near = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in _BY_NAME], 1, 0.55)
-            remedy = f"write {PREFIX}{near[0]} if you mean that, else unset it" if near else "unset it: README.md lists them all"
+            remedy = "unset it: docs/reference.md lists them all"
+            if near:
+                remedy = f"write {PREFIX}{near[0]} if you mean that, else unset it"
             said.append(f"{name} is no variable of fluxlike; {remedy}")
     return said
 

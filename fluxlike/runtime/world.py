@@ -1,5 +1,6 @@
 """The world of this process: which ranks, which heap, which device. Made by init, ended by finalize, both collective."""
 
+import importlib.util
 import itertools
 import logging
 import operator
@@ -39,6 +40,8 @@ def check_group(group: Any) -> None:
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or range(group.ndim)
         remedy = f"pass mesh.get_group({names[0]!r})" + " or that of another dimension" * (group.ndim > 1)
+    elif isinstance(group, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        remedy += "; if it is the operation that you mean, name it, as op='avg'"
     raise ValueError(f"group={group!r} is a {type(group).__name__}, it must be a torch process group; {remedy}")
 
 
@@ -333,6 +336,11 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
         PeerTimeout: a rank does not come within FLUXLIKE_TIMEOUT_S.
     """
     global _world
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError(
+            "fluxlike needs Triton 3.6 or 3.7, which this Python does not have; run: pip install 'triton>=3.6,<3.8', or look at "
+            "`python -m fluxlike doctor`"
+        )
     if _world is not None:
         _world.raise_if_forked()
         raise RuntimeError("fluxlike.init was called already; call fluxlike.finalize first to start again")

@@ -169,7 +169,7 @@ def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int, 
 def line(shape: Shape, found: dict[str, Any]) -> str:
     """A shape's times, and what they are beside cuBLAS's, as a row of Markdown; what tiles take, below it."""
     if not found:
-        return f"{shape}: right, by {' and '.join(SCHEDULES)}"
+        return f"{shape}: right, by {' and '.join(SCHEDULES)}; no GPU, so nothing was timed"
     found = dict(found)
     tiles = found.pop("tiles", {})
     below = [f"tiles, {schedule}: {', '.join(f'{name} {us:.1f}' for name, us in took.items())}" for schedule, took in tiles.items()]
@@ -193,8 +193,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_dtype(parser)
     asked = parser.parse_args(argv)
     once.by_itself(parser, "alone plays its rank")
-    if asked.ranks < 2 or asked.rounds < 1:
-        parser.error(f"--ranks {asked.ranks} --rounds {asked.rounds}: give two ranks or more, and one round or more")
+    if asked.ranks < 2:
+        parser.error(f"--ranks {asked.ranks}: give two ranks or more")
+    if asked.rounds < 1:
+        parser.error(f"--rounds {asked.rounds}: give one round or more")
     command.choose_suite(parser, asked, torch.cuda.is_available(), PROBLEMS[asked.op])
     command.writable(parser, asked.json, "--json", file=True)
     return asked

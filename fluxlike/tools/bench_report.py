@@ -325,7 +325,7 @@ def legend(report: Report) -> str:
 
 def summary(report: Report) -> list[str]:
     """What the figures are, where auto stands, and all that is wrong or was left out, one line each."""
-    lines = [legend(report), *report.compared()]
+    lines = [legend(report), *report.compared()] if report.results else []
     for result in report.results:
         lines += [f"{row.status}: {row.method} at {result.shape}: {row.note}" for row in result.rows if row.status != "ok"]
     lines += [f"left out: {item['shape']}: {item['why']}" for item in report.left_out]
@@ -473,7 +473,8 @@ class Voice:
             self.say("")
             # a narrow terminal wraps whole lines, which reads better than columns of three letters
             self.console.width = max(self.console.width, 130)
-            self.console.print(table(report))
+            if report.results:
+                self.console.print(table(report))
             for line in summary(report):
                 self.say(line)
             if out:

@@ -151,6 +151,10 @@ def run(tool: str, work: Callable[[], int], explain: Callable[[BaseException], s
     try:
         fluxlike.init(heap_bytes=heap_bytes)
     except (RuntimeError, ValueError) as error:
+        if str(error).startswith(world.NOT_LAUNCHED):
+            how = (f"{launcher} -m fluxlike {tool} …" for launcher in ("bash scripts/launch.sh", "torchrun --nproc-per-node N"))
+            print(f"{tool} runs on all ranks; start it by {' or '.join(how)}", file=sys.stderr)
+            return 2
         print(f"{tool}: {error}", file=sys.stderr)
         return 1
     try:

@@ -107,6 +107,8 @@ def choose_heap(facts: Facts) -> Heap:
         return Heap(None, "this Python is too old")
     if any(name not in facts.loaded for name in NEEDED):
         return Heap(None, _missing(facts))
+    if facts.refused:
+        return Heap(None, f"fluxlike.init refuses {facts.refused.partition(';')[0]}")
     if facts.cuda_error:
         against = f"torch fails to look at the GPUs: {facts.cuda_error}"
     elif not facts.gpus:

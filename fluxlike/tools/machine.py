@@ -96,6 +96,7 @@ class Facts:
     dmabuf: str | None = None  # why they can reach it without that
     environ: dict[str, str] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)  # of fluxlike's own variables
+    refused: str | None = None  # what `init` would say of one of them
 
 
 def _version(module: str) -> object:
@@ -318,6 +319,10 @@ def _look_at_settings(facts: Facts) -> None:
     from ..topology import matrix
 
     facts.complaints = env.complaints()
+    try:
+        env.check()
+    except ValueError as error:
+        facts.refused = str(error)
     try:
         matrix.named()
     except ValueError as error:

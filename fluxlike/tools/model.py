@@ -245,7 +245,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if not least <= given <= FASTEST:
             parser.error(f"--{name.replace('_', '-')} {given:g} is of no machine; give one from {least:g} to {FASTEST:g}")
     try:
-        asked.nodes = [int(count) for count in asked.nodes.split(",")]
+        asked.nodes = list(dict.fromkeys(int(count) for count in asked.nodes.split(",")))
     except ValueError:
         parser.error(f"--nodes {asked.nodes!r} is no list of numbers, such as 1,2,4")
     wrong = [count for count in asked.nodes if not 1 <= count * asked.gpus_per_node <= MOST]

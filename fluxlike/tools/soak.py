@@ -398,8 +398,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     if not 0 <= asked.minutes < 1e5:
         parser.error(f"--minutes {asked.minutes:g} is not a number of minutes from 0 on")
-    if asked.limit < 1 or asked.seed < 0 or (asked.only is not None and asked.only < 0):
-        parser.error("--limit must be above 0, and --seed and --only not below it")
+    for name, least in (("limit", 1), ("seed", 0), ("only", 0)):
+        value = getattr(asked, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} {value} must be {least} or more")
     command.writable(parser, asked.out)
     return asked
 

@@ -19,7 +19,7 @@ class Graph:
     """The links of the fastest kinds that connect all GPUs; ValueError if no kinds do.
 
     ``adjacent``: for each GPU the set of those that it has a link to, as bits. ``cost[i][j]`` and ``port_cost[i]``: the load that
-    one use brings, 1 for a link of ``unit`` GB/s. ``weight[i][j]``: the seed's code, 2 for such a link, 3 for twice as much.
+    one use brings, 1 for a link of ``unit`` GB/s. ``weight[i][j]``: MXNet's code, 2 for such a link, 3 for twice as much.
     Paths through the host share it, so each counts as the n-th part, in bandwidth and in weight.
     """
 

@@ -1,4 +1,4 @@
-"""The planner of the seed, MXNet's: a balanced binary tree of large weight for each root, one after the other.
+"""MXNet's planner: a balanced binary tree of large weight for each root, one after the other.
 
 Clusters are halved by Kernighan and Lin's heuristic. The root links to the GPU of the other half to which it has the best link,
 and each half goes on with its own root. A link that a tree uses counts less for the next. Where a half has no link to the other's

@@ -48,7 +48,7 @@ def plan_trees(
         raise ValueError(f"objective={objective!r} is none of {', '.join(OBJECTIVES)}")
     penalty: Any = link_usage_penalty
     if not (isinstance(penalty, numbers.Real) and 0 < float(penalty) <= 1):
-        raise ValueError(f"link_usage_penalty={link_usage_penalty!r} is not above 0 and at most 1; the seed's is 0.7")
+        raise ValueError(f"link_usage_penalty={link_usage_penalty!r} is not above 0 and at most 1; leave it out for 0.7, MXNet's")
     whole = _whole(seed)
     if whole is None:  # of None, random numbers would be others each time
         raise ValueError(f"seed={seed!r} is not a whole number; leave it out, or name one")

@@ -1,4 +1,4 @@
-"""Machines by name. Facts about p3.16xlarge are those of the seed; the others are made from what their makers publish."""
+"""Machines by name. Facts about p3.16xlarge are those of MXNet; the others are made from what their makers publish."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ def _p3_8xlarge(name: str) -> LinkMatrix:
 
 
 def _flat(name: str) -> LinkMatrix:
-    """CUDA 9.2 gives every pair the rank of PCIe: the seed then takes a link for every pair with peer access."""
+    """CUDA 9.2 gives every pair the rank of PCIe: MXNet then takes a link for every pair with peer access."""
     return LinkMatrix.from_array([[min(code, 2) for code in row] for row in _codes(P3)], name)
 
 

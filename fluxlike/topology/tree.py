@@ -15,7 +15,7 @@ class Tree:
 
     ``edges``: (parent, child), by level, in the order of a broadcast. ``levels``: the level of each edge, from 1. A broadcast goes
     through the levels upwards and sends from parent to child; a reduction goes downwards and sends from child to parent.
-    ``weight``: the sum of the edges' weights, in the seed's codes: 2 for one link, 3 for two.
+    ``weight``: the sum of the edges' weights, in MXNet's codes: 2 for one link, 3 for two.
     """
 
     root: int
