@@ -89,16 +89,20 @@ def told(group):
     def neither(x, w, v, u, b, group):
         return x + 1
 
+    def batched(x, w, v, u, b, group):  # what torch.einsum makes of a linear layer
+        return torch.bmm(gathered(x, 0, group)[None], w.T[None])
+
     tp = AsyncTP()
     with warnings() as said, config.patch(shape_padding=False):  # of pads there is a word of its own, on GPUs
-        for function in (GRAPHS["of doubles"][1], plain, neither, GRAPHS["rows"][1], plain, GRAPHS["features"][1]):
+        for function in (GRAPHS["of doubles"][1], plain, neither, GRAPHS["rows"][1], plain, GRAPHS["features"][1], batched):
             given = operands("features" if function is GRAPHS["features"][1] else "rows", group)
             tp(traced(function, given, group).graph)
-    assert len(said) == 3, said
-    assert all("nothing was replaced in the graph of inference with 1 products" in text for text in said)
+    assert len(said) == 4, said
+    assert all("nothing was replaced in the graph of inference with 1 products" in text for text in said[:3])
+    assert "graph of inference with 0 products" in said[3] and "of those that nn.Linear and matmul" in said[3]
     assert "all_gather_into_tensor stays: the product mm has dtypes ['torch.float64']" in said[0]
     assert "is the model sharded?" in said[1] and "it gathers the features" in said[2]
-    assert [(r.gathers, r.replaced_gathers) for r in tp.graphs] == [(1, 0), (0, 0), (1, 1), (0, 0), (1, 0)]
+    assert [(r.gathers, r.replaced_gathers) for r in tp.graphs] == [(1, 0), (0, 0), (1, 1), (0, 0), (1, 0), (1, 0)]
     assert str(tp).splitlines()[0] == "inference: 0 of 1 all_gather and 0 of 0 reduce_scatter replaced, with 0 of 1 products"
 
 

@@ -318,6 +318,11 @@ def transformed(group):
         for transform in (torch.func.grad, torch.func.jacrev):
             with pytest.raises(ValueError, match=r"inside of a transform of torch\.func.*use loss\.backward"):
                 transform(lambda t, op=op: op(t, w, group=group).sum())(x)
+        if op is fluxlike.gemm_rs:
+            wants = leaf(x)
+            y = op(wants, w, group=group)
+            with pytest.raises(ValueError, match=r"the gradient of its result is inside of a transform.*without is_grads_batched"):
+                torch.autograd.grad(y, wants, y.new_ones(3, *y.shape), is_grads_batched=True)
         for call in (lambda op=op: op(x, w, group=group), lambda: fluxlike.all_reduce([x, x[:3]], group=group)):
             for _ in range(2):  # the second is known, and not looked at
                 with pytest.raises(ValueError, match=r"inside a transform of torch\.func that differentiates"):

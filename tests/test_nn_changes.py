@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import fluxlike
@@ -188,6 +189,31 @@ def own_forward(group):
 
 def test_a_linear_with_a_forward_of_its_own():
     run_ranks(own_forward, 2)
+
+
+@on_device
+def made_otherwise(group):
+    """Layers whose weight or bias is made of other parameters are refused by the styles, and left as they are."""
+    utils = torch.nn.utils
+    makes = (
+        utils.parametrizations.weight_norm,
+        utils.weight_norm,
+        utils.spectral_norm,
+        lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+        lambda linear: prune.l1_unstructured(linear, "bias", 0.5),
+    )
+    mesh = DeviceMesh.from_group(group, device().type)
+    for make in makes:
+        for style in (fluxlike.nn.ColwiseParallel(), fluxlike.nn.RowwiseParallel()):
+            linear = make(nn.Linear(4, 4))
+            before = type(linear), [type(p) for p in linear.parameters()]
+            with pytest.raises(ValueError, match=r"of the module is no parameter of its own, as under .*; take that off before"):
+                parallelize_module(linear, mesh, style)
+            assert (type(linear), [type(p) for p in linear.parameters()]) == before
+
+
+def test_a_linear_whose_weight_is_made_of_others():
+    run_ranks(made_otherwise, 2)
 
 
 @on_device

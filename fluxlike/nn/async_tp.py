@@ -91,9 +91,9 @@ class AsyncTP(CustomGraphPass):
             graph does not tell. Where it is not so, the ranks raise CallMismatch if a kernel of fluxlike multiplies; where torch
             does, it makes no difference.
 
-    A graph with products in which nothing was replaced is warned of, through the logger "fluxlike". What inductor finds in its
-    cache of graphs is not compiled anew, so there is no report of it: ``cached`` and ``print`` say that there were such graphs. The
-    pass is part of the key.
+    A graph with products, or collectives, in which nothing was replaced is warned of, through the logger "fluxlike". What
+    inductor finds in its cache of graphs is not compiled anew, so there is no report of it: ``cached`` and ``print`` say that there
+    were such graphs. The pass is part of the key.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, even: bool = False) -> None:
@@ -178,7 +178,7 @@ class AsyncTP(CustomGraphPass):
             return
         log.info("AsyncTP: %s", report)
         # of graphs without collectives only until one had, or may have had, some: a model may have parts that are not parallel
-        if report.products and not report.replaced and (report.found or not (self.replaced or self.cached)):
+        if not report.replaced and (report.found or not (self.replaced or self.cached)):
             why = f"\n{report}" if report.found else ": no all_gather and no reduce_scatter is in it; is the model sharded?"
             log.warning("AsyncTP: nothing was replaced in the graph of %s with %d products%s", report.kind, report.products, why)
         self.graphs.append(report)

@@ -53,6 +53,8 @@ from .patterns import (
 
 #: What a product is that has factors, or another bias.
 OTHERWISE = "is scaled, or has a bias that is not one number for each column"
+#: Torch's einsum of a weight is a bmm, of which neither this nor torch's own pass takes any.
+NO_PRODUCT = "no product takes what is gathered, of those that nn.Linear and matmul of a weight with two dimensions make"
 
 
 class Rewrite:
@@ -202,7 +204,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
         views, products = _products(whole)
     if not products:
         other = next((user for node in (whole, *views) for user in node.users if unlike_ours(user)), None)
-        raise Left(f"the product {other} {OTHERWISE}" if other else "no product takes what is gathered")
+        raise Left(f"the product {other} {OTHERWISE}" if other else NO_PRODUCT)
     if dim == value(whole).dim() - 1:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}

@@ -56,6 +56,12 @@ class _Style(ParallelStyle):
         if mesh.ndim != 1:
             raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, as mesh["tp"]')
         check_divides(name, size, getattr(module, size), mesh.size())
+        if others := [parameter for parameter in layouts if parameter not in module._parameters]:
+            raise ValueError(
+                f"{name}: {', '.join(others)} of the module is no parameter of its own, as under a parametrization, weight_norm, "
+                "spectral_norm or pruning; take that off before (parametrize.remove_parametrizations, prune.remove), or shard the "
+                "module first"
+            )
         for parameter, layout in layouts.items():
             whole = getattr(module, parameter)
             if whole is not None:

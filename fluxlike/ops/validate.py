@@ -136,13 +136,17 @@ def no_tangents(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> No
             raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
 
 
+#: Of transforms, and of autograd's batched gradients.
+_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_legacy_batchedtensor
+
+
 def no_transforms(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
     """No operand of a recorded call belongs to a transform of torch.func, of which torch's custom ops know nothing."""
     for name, t in named:
-        if t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        if t is not None and any(is_one(t) for is_one in _WRAPPED):
             raise ValueError(
                 f"{op}: {name} is inside of a transform of torch.func (as grad, vjp or vmap), which torch's custom ops do not "
-                "support; use loss.backward() or torch.autograd.grad"
+                "support; use loss.backward() or torch.autograd.grad, without is_grads_batched"
             )
 
 
