@@ -212,7 +212,7 @@ def no_groups(group):
     bad = {
         "tp": ("group='tp' is a str", "get_group"),
         0: ("group=0 is a int", "new_group"),
-        dist.ReduceOp.SUM: ("is a RedOpType", "name it, as op='avg'"),
+        dist.ReduceOp.AVG: ("is a RedOpType", "name it, as op='avg'"),
         mesh: ("is a DeviceMesh", "pass mesh.get_group('tp')"),
         dist.GroupMember.NON_GROUP_MEMBER: ("not in the group", f"this rank, {dist.get_rank()}"),
     }

@@ -24,8 +24,8 @@ def is_on() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this thread is inside a transform of torch.func. Asked in every call."""
-    return _top() is not None
+    """Whether this thread is inside a transform of torch.func. Asked in every call. Dynamo, which cannot tell, takes it for none."""
+    return not torch.compiler.is_compiling() and _top() is not None
 
 
 def is_differentiated() -> bool:
