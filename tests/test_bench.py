@@ -380,7 +380,7 @@ def test_without_rich(monkeypatch, capsys):
 def test_without_torchrun(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert bench.main(["gemm_rs", "--shapes", "8x8x8"]) == 1
+    assert bench.main(["gemm_rs", "--shapes", "8x8x8"]) == 2
     assert "scripts/launch.sh" in capsys.readouterr().err
     assert not fluxlike.is_initialized()
 

@@ -277,7 +277,7 @@ def test_ranks_that_cannot_print(tmp_path, tool, full):
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=writes, stderr=subprocess.PIPE, text=True, timeout=200)
     os.close(writes)
-    lines = ["what this prints cannot be written: No space left on device"]
+    lines = ["what this prints cannot be written: No space left on device; direct it to where there is room"]
     lines += ["launch.sh: rank 0 ended with status 1; what it said is above"]
     assert (done.returncode, done.stderr.splitlines()) == ((1, lines) if full else (128 + signal.SIGPIPE, [])), done.stderr
     if tool == "bench":

@@ -24,7 +24,7 @@ def is_on() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this thread is inside a transform of torch.func. Asked in every call. Dynamo, which cannot tell, takes it for none."""
+    """Whether this thread is inside a transform of torch.func. Asked in every call. Dynamo cannot tell, and takes it for none."""
     return not torch.compiler.is_compiling() and _top() is not None
 
 
