@@ -321,18 +321,43 @@ def transformed(group):
         if op is fluxlike.gemm_rs:
             wants = leaf(x)
             y = op(wants, w, group=group)
-            with pytest.raises(ValueError, match=r"the gradient of its result is inside of a transform.*without is_grads_batched"):
+            with pytest.raises(ValueError, match=r"gemm_rs: several gradients at once \(is_grads_batched=True"):
                 torch.autograd.grad(y, wants, y.new_ones(3, *y.shape), is_grads_batched=True)
-        for call in (lambda op=op: op(x, w, group=group), lambda: fluxlike.all_reduce([x, x[:3]], group=group)):
-            for _ in range(2):  # the second is known, and not looked at
-                with pytest.raises(ValueError, match=r"inside a transform of torch\.func that differentiates"):
-                    torch.func.grad(lambda t, call=call: (call(), t.sum())[1])(x)  # nothing of the call is differentiated
-                call()
-            torch.func.vmap(lambda t, call=call: (call(), t)[1])(x)
+        closed_over(x, lambda op=op: op(x, w, group=group))
         spread = distribute_tensor(w, mesh, [Replicate()])
         for operands in ((x, leaf(spread)), (distribute_tensor(x, mesh, [Replicate()]), leaf(w))):
             with pytest.raises(ValueError, match=r"is a DTensor.*to_local"):
                 op(*operands, group=group)
+
+
+def closed_over(x, call):
+    """Calls inside of transforms of torch.func that have nothing to do with their operands."""
+
+    def inside(t):
+        got.append(call())
+        return t.sum()
+
+    for _ in range(2):  # the second is known, and not looked at
+        for transform in (torch.func.grad, torch.func.functionalize):
+            got = []
+            with pytest.raises(ValueError, match=r"called inside a transform of torch\.func \(as grad, jvp or functionalize\)"):
+                transform(inside)(x)
+        expected = call()
+        torch.func.vmap(inside)(x)
+        for found, right in zip(*(y if isinstance(y, list) else [y] for y in (got[0], expected)), strict=True):
+            assert torch.equal(found.to_dense(), right.to_dense())
+
+
+def transformed_reductions(group):
+    x = torch.arange(24.0, device=device()).view(6, 4) + dist.get_rank(group)
+    closed_over(x, lambda: fluxlike.all_reduce(x, group=group))
+    closed_over(x, lambda: fluxlike.all_reduce([x, x[:3]], group=group))
+    table = torch.sparse_coo_tensor([[1, 1, 3]], [1.0, 2.0, 3.0], (5,), check_invariants=False).to(device())
+    closed_over(x, lambda: fluxlike.sparse_all_reduce(table, group=group))
+
+
+def test_reductions_inside_of_transforms():
+    run_ranks(transformed_reductions, 2)
 
 
 def test_transforms_and_tensors_that_calls_cannot_see_through():

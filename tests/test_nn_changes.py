@@ -210,6 +210,10 @@ def made_otherwise(group):
             with pytest.raises(ValueError, match=r"of the module is no parameter of its own, as under .*; take that off before"):
                 parallelize_module(linear, mesh, style)
             assert (type(linear), [type(p) for p in linear.parameters()]) == before
+        both = nn.ModuleDict({"plain": nn.Linear(4, 4), "made": make(nn.Linear(4, 4))})
+        with pytest.raises(ValueError, match=r"SharedGather: .* no parameter of its own"):
+            parallelize_module(both, mesh, fluxlike.nn.SharedGather("plain", "made"))
+        assert type(both["plain"]) is nn.Linear
 
 
 def test_a_linear_whose_weight_is_made_of_others():

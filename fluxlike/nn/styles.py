@@ -5,7 +5,7 @@ along 1 and bias replicated), so checkpoints, optimizers, FSDP2 and gradient cli
 forward: torch gathers, then multiplies, or multiplies, then scatters; these do both at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class _Style(ParallelStyle):
             raise ValueError(f"fluxlike.nn.{name}: {features} is not Shard(-1), the features; use torch's {name} for other layouts")
         self.sequence, self.use_local_output = sequence, use_local_output
 
-    def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
-        """Shard the parameters of a linear layer, and give it the forward of ``kind``."""
+    def _check(self, module: nn.Module, mesh: DeviceMesh, size: str, parameters: Iterable[str]) -> None:
+        """ValueError for what is no linear layer that this style can take."""
         name = f"fluxlike.nn.{type(self).__name__}"
         if not is_linear(module):
             raise ValueError(
@@ -56,12 +56,16 @@ class _Style(ParallelStyle):
         if mesh.ndim != 1:
             raise ValueError(f'{name}: the mesh has {mesh.ndim} dimensions; pass the one of tensor parallelism, as mesh["tp"]')
         check_divides(name, size, getattr(module, size), mesh.size())
-        if others := [parameter for parameter in layouts if parameter not in module._parameters]:
+        if others := [parameter for parameter in parameters if parameter not in module._parameters]:
             raise ValueError(
                 f"{name}: {', '.join(others)} of the module is no parameter of its own, as under a parametrization, weight_norm, "
                 "spectral_norm or pruning; take that off before (parametrize.remove_parametrizations, prune.remove), or shard the "
                 "module first"
             )
+
+    def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
+        """Shard the parameters of a linear layer, and give it the forward of ``kind``."""
+        self._check(module, mesh, size, layouts)
         for parameter, layout in layouts.items():
             whole = getattr(module, parameter)
             if whole is not None:
@@ -128,6 +132,8 @@ class SharedGather(ColwiseParallel):
                     f"fluxlike.nn.SharedGather: {self.names[0]} has in_features={widths[0]} and {name} in_features={width}; layers "
                     "that share a gather have one input, else give each a ColwiseParallel of its own"
                 )
+        for layer in found:  # all of them, before the first is changed
+            self._check(layer, device_mesh, "out_features", ("weight", "bias"))
         layers = [super(SharedGather, self)._apply(layer, device_mesh) for layer in found]
         shared = _Shared(layers, self.names)
         for layer in shared.layers:

@@ -89,7 +89,7 @@ def _tile(capability: tuple[int, int], m: int, columns: int, over: int) -> Tile 
         return Tile(rows, columns, 64, 1, 1, wide, rest)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + rest + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    # of eight, a thread has only 8 bytes of a block; and products of fewer rows behind the first take up to 13 % longer
+    # of eight, a thread has only 8 bytes of a block; and with fewer rows behind the first they take 7 to 8 % longer
     warps = 2 * WARPS if rest in (0, FIRST) and (rows + rest) * columns > 128 * 64 else WARPS
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide, rest) if room >= 2 * depth else None
 
@@ -129,9 +129,10 @@ def unfit(
 def gains(m: int, weight: torch.Tensor) -> bool:
     """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
 
-    Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are slower in a graph, but ahead of
-    torch and NCCL there, too (not with 160 rows), and without one, where the host decides, they would mostly be behind these by
-    torch's product (docs/measured/2026-11-28-waits.md). One way for both, as a call has the same bits in a graph and outside.
+    Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are up to 24 % slower in a graph, but
+    ahead of torch and NCCL there, too, and without one, where the host decides, they would be behind these by torch's product, or
+    up to 8 % ahead (docs/measured/2026-11-28-waits.md, 2026-11-28-more-rows.md). One way for both, as a call has the same bits in
+    a graph and outside.
     """
     return m <= GATHERED_ROWS and weight.nbytes <= (GATHERED if m <= ROWS else GATHERED_WIDE)
 

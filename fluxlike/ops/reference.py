@@ -166,7 +166,8 @@ def sparse_all_reduce(
     max_nnz: int | None = None,
     wire_dtype: torch.dtype | str | None = None,
 ) -> torch.Tensor:
-    """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact"."""
+    """`fluxlike.sparse_all_reduce` by all-gathers of ids and values, and sums made entry by entry; always as mode="exact", which
+    refuses ids outside of the table."""
     how: str = validate.named(op)
 
     def checked(control: ControlGroup) -> tuple[Any, torch.dtype]:

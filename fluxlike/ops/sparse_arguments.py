@@ -15,7 +15,7 @@ NAME = "sparse_all_reduce"
 MODES = ("exact", "padded")
 #: Entries on a rank up to which the kernels' 32-bit numbers of keys, and of the steps from block to block, hold.
 MOST_ENTRIES = 1 << 30
-#: Rows of a table: ids are int64.
+#: Rows of a table: their number is an int64, as ids are.
 MOST_ROWS = 2**63 - 1
 #: Names of what may travel.
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -136,18 +136,23 @@ def no_tangents(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> No
             raise ValueError(f"{op}: {name} has a tangent of forward-mode AD, which would be lost; use reverse mode (backward)")
 
 
-#: Of transforms, and of autograd's batched gradients.
-_WRAPPED = torch._C._functorch.is_functorch_wrapped_tensor, torch._C._functorch.is_legacy_batchedtensor
-
-
 def no_transforms(op: str, named: Sequence[tuple[str, torch.Tensor | None]]) -> None:
     """No operand of a recorded call belongs to a transform of torch.func, of which torch's custom ops know nothing."""
     for name, t in named:
-        if t is not None and any(is_one(t) for is_one in _WRAPPED):
+        if t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t):
             raise ValueError(
                 f"{op}: {name} is inside of a transform of torch.func (as grad, vjp or vmap), which torch's custom ops do not "
-                "support; use loss.backward() or torch.autograd.grad, without is_grads_batched"
+                "support; use loss.backward() or torch.autograd.grad"
             )
+
+
+def no_batch(op: str, grad: torch.Tensor) -> None:
+    """A gradient is one, and not several at once, for which torch looks for a rule that ops of lists cannot have."""
+    if torch._C._functorch.is_legacy_batchedtensor(grad):
+        raise ValueError(
+            f"{op}: several gradients at once (is_grads_batched=True, vectorize=True) do not go through it; ask for one after the "
+            "other"
+        )
 
 
 def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device) -> None:
@@ -183,9 +188,9 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
 
 def not_faking(op: str) -> None:
     """The call would be made with tensors that have no memory, even if those that it is given have."""
-    if faking.is_differentiated():
+    if faking.is_wrapping():
         raise ValueError(
-            f"{op}: it was called inside a transform of torch.func that differentiates (as grad or jvp), where new tensors have no "
+            f"{op}: it was called inside a transform of torch.func (as grad, jvp or functionalize), where new tensors have no "
             "memory that a kernel could write to; call it outside of that, or use loss.backward() or torch.autograd.grad"
         )
     if faking.is_on():

@@ -1,7 +1,7 @@
 """Torch's FakeTensorMode, under which new tensors have no memory: nothing there may be given to a kernel, or to gloo.
 
 Nor may what make_fx or torch.jit.trace records, or functionalization holds: its numbers cannot be read. In torch.func's transforms
-that differentiate new tensors are wrappers without memory, too.
+that differentiate or functionalize new tensors are wrappers without memory, too.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ _FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL  # type: ignore[attr-def
 
 
 _top, _stack = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.get_interpreter_stack
-_DIFFERENTIATING = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp
+_Kind = torch._C._functorch.TransformType
+_WRAPPING = _Kind.Grad, _Kind.Jvp, _Kind.Functionalize
 
 
 def is_on() -> bool:
@@ -28,9 +29,9 @@ def is_transformed() -> bool:
     return not torch.compiler.is_compiling() and _top() is not None
 
 
-def is_differentiated() -> bool:
-    """Whether new tensors are wrapped by one that differentiates, such as torch.func.grad or jvp."""
-    return is_transformed() and any(transform.key() in _DIFFERENTIATING for transform in _stack() or ())
+def is_wrapping() -> bool:
+    """Whether new tensors are wrapped by a transform, as torch.func.grad, jvp or functionalize; those of vmap are not."""
+    return is_transformed() and any(transform.key() in _WRAPPING for transform in _stack() or ())
 
 
 def off() -> contextlib.AbstractContextManager[object]:

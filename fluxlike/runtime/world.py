@@ -40,7 +40,7 @@ def check_group(group: Any) -> None:
     if isinstance(group, DeviceMesh):
         names = group.mesh_dim_names or range(group.ndim)
         remedy = f"pass mesh.get_group({names[0]!r})" + " or that of another dimension" * (group.ndim > 1)
-    elif isinstance(group, (str, dist.ReduceOp, dist.ReduceOp.RedOpType)):
+    elif isinstance(group, (dist.ReduceOp, dist.ReduceOp.RedOpType)) or str(group) in ("sum", "avg", "max"):
         remedy += "; if it is the operation that you mean, name it, as op='avg'"
     raise ValueError(f"group={group!r} is a {type(group).__name__}, it must be a torch process group; {remedy}")
 

@@ -53,6 +53,8 @@ SHAPES = {
     "most": (256, 7168, 4096),
     "widest": (256, 14336, 4096),
     "between": (160, 14336, 4096),
+    "narrower": (160, 7168, 4096),
+    "below": (192, 14336, 4096),
 }
 
 
@@ -122,7 +124,7 @@ def cases(capability: int) -> list[Case]:
         found.append(Case("gemm_rs", "sequential", "few", bias=True))
         found.append(Case("ag_gemm", "sequential", "rows", torch.float16, bias=True))
         found.append(Case("ag_gemm", "sequential/fused", "gathered", torch.float16, bias=True))
-        found += [Case("ag_gemm", "sequential/fused", shape) for shape in ("slender", "most", "between")]
+        found += [Case("ag_gemm", "sequential/fused", shape) for shape in ("slender", "most", "between", "narrower", "below")]
     if capability == 90:
         found += [Case("sparse_all_reduce", "owned", shape, torch.float32) for shape in ("large", "pointer", "narrow", "slim")]
     for op in ("gemm_rs", "ag_gemm"):
