@@ -226,7 +226,7 @@ def gather_fused_kernel(
     x: this rank's part of what is exchanged; ``n``, ``chunk``, ``width``, ``part`` and ``capacity`` as in
     `exchange.exchange_words_kernel`, of blocks of WORDS words, and multiples of 16 where they are elements. ``lot``: blocks that a
     program takes at once; B: words that it has room for, a power of two; S: R - 1 rounded up to one. ``read``: ``gathered`` once
-    more; TMA: its descriptor, and w is one.
+    more; TMA: the descriptor of its first BM rows, ``behind`` that of the REST rows behind them, if any, and w is one.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1

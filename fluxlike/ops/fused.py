@@ -89,7 +89,8 @@ def _tile(capability: tuple[int, int], m: int, columns: int, over: int) -> Tile 
         return Tile(rows, columns, 64, 1, 1, wide, rest)
     room = SHARED.get(capability, SMALL) // over // (2 * (rows + rest + columns))
     depth = 128 if room >= (4 if wide else 3) * 128 else 64
-    # of eight, a thread has only 8 bytes of a block; and with fewer rows behind the first they take 7 to 8 % longer
+    # of eight, a thread has only 8 bytes of a block; and with few rows behind the first they take 7 to 8 % longer
+    # (docs/measured/2026-11-28-more-rows.md)
     warps = 2 * WARPS if rest in (0, FIRST) and (rows + rest) * columns > 128 * 64 else WARPS
     return Tile(rows, columns, depth, warps, min(room // depth, 8), wide, rest) if room >= 2 * depth else None
 

@@ -51,7 +51,7 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
     """The dtype that travels in a call with these arguments; ValueError for those that do not fit."""
     validate.context(NAME, ctx, EpochContext)
     validate.outside_of_traces(NAME)
-    validate.not_faking(NAME)
+    validate.new_tensors_have_memory(NAME)
     if op not in ("sum", "avg"):
         raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
     if mode not in MODES:
@@ -90,7 +90,7 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
 def check_ids(ids: Any, ctx: Any, started: bool) -> None:
     """ValueError if these ids cannot go ahead of their gradient. ``started``: others have."""
     validate.outside_of_traces(NAME)
-    validate.not_faking(NAME)
+    validate.new_tensors_have_memory(NAME)
     if ctx.table_rows is None:
         raise ValueError(f"{NAME}: only a context of fluxlike.create_{NAME}_context takes ids ahead of their gradient")
     if started:

@@ -178,7 +178,7 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
             f"{op}: {name} is a {type(t).__name__} with no memory of its own that a kernel could read; pass a plain tensor, of a "
             f"DTensor {name}.to_local(), of an AsyncCollectiveTensor {name}.wait(), and outside of transforms of torch.func as vmap"
         )
-    not_faking(op)
+    new_tensors_have_memory(op)
     if t.dtype in DTYPES and address % t.element_size():  # as of a buffer that others have filled
         raise ValueError(
             f"{op}: {name} begins at address {address:#x}, no multiple of the {t.element_size()} bytes of its elements; use "
@@ -186,8 +186,8 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
         )
 
 
-def not_faking(op: str) -> None:
-    """The call would be made with tensors that have no memory, even if those that it is given have."""
+def new_tensors_have_memory(op: str) -> None:
+    """ValueError where the call would be made with tensors that have no memory, even if those that it is given have."""
     if faking.is_wrapping():
         raise ValueError(
             f"{op}: it was called inside a transform of torch.func (as grad, jvp or functionalize), where new tensors have no "
