@@ -50,6 +50,7 @@ SIDE_BY_SIDE["4×H200"] = "2026-11-28-{}-few-R4{}.json", "e08e55c"
 SIDE_BY_SIDE["bounds"] = "2026-11-28-{}-bounds-R2{}.json", "e3ced63"
 SIDE_BY_SIDE["waits"] = "2026-11-28-{}-waits-R2{}.json", "c46002b"
 SIDE_BY_SIDE["parts"] = "2026-11-28-{}-parts-R2{}.json", "c49fa8c"
+SIDE_BY_SIDE["warps"] = "2026-11-28-{}-warps-R2{}.json", "857dbdf"
 #: Two nodes of one GPU each, by which calls.
 NODES = {what: f"2026-11-28-{{}}-nodes-{what}{{}}.json" for what in ("2x1", "few-2x1")}
 CODE_OF |= {name.format(op, mode): "c49fa8c" for name in NODES.values() for op in OPS for mode in MODES}

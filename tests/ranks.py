@@ -70,6 +70,8 @@ class Outcome:
     error: str = ""
     message: str = ""
     trace: str = ""
+    #: Why the body skips its test.
+    skipped: str = ""
     #: Exit code of a process that ended without an answer, negative for a signal; None for one that answered.
     exit: int | None = None
     #: Seconds from the start of the body to its end.
@@ -94,10 +96,22 @@ def _attempt(rank: int, body: Callable, group: Any, kwargs: dict[str, Any]) -> O
     try:
         outcome = Outcome(rank, value=body(group, **kwargs))
         pickle.dumps(outcome)
+    except pytest.skip.Exception as skip:  # told to the ranks without a part in the body, too: they wait for all outcomes
+        outcome = Outcome(rank, skipped=str(skip))
     except Exception as error:
         outcome = Outcome(rank, error=type(error).__name__, message=str(error), trace=traceback.format_exc())
     outcome.seconds = time.monotonic() - since
     return outcome
+
+
+def _values(body: Callable, outcomes: Sequence[Outcome]) -> list[Any]:
+    """What the body returned on every rank; where it failed on one, the test fails, and where one skips it, all do."""
+    if not all(outcome.ok for outcome in outcomes):
+        pytest.fail(_report(body, outcomes), pytrace=False)
+    for outcome in outcomes:
+        if outcome.skipped:
+            pytest.skip(outcome.skipped)
+    return [outcome.value for outcome in outcomes]
 
 
 def _report(body: Callable, outcomes: Sequence[Outcome]) -> str:
@@ -324,8 +338,7 @@ def _run_in_pool(body: Callable, world: int, timeout: float, kwargs: dict[str, A
     outcomes = _pool.collect(range(world), timeout, _GRACE)
     if not all(outcome.ok for outcome in outcomes):
         close_pool()
-        pytest.fail(_report(body, outcomes), pytrace=False)
-    return [outcome.value for outcome in outcomes]
+    return _values(body, outcomes)
 
 
 def close_pool() -> None:
@@ -369,9 +382,7 @@ class _Torchrun:
                 os.write(STDERR, f"{mine}\n".encode())
         outcomes: list[Any] = [None] * self.size
         dist.all_gather_object(outcomes, mine, group=self.exchange)
-        if not all(outcome.ok for outcome in outcomes):
-            pytest.fail(_report(body, outcomes), pytrace=False)
-        return [outcome.value for outcome in outcomes[:world]]
+        return _values(body, outcomes)[:world]
 
 
 _torchrun: _Torchrun | None = None
@@ -444,6 +455,8 @@ def run_fresh(
     for outcome in outcomes:
         if outcome.exit is not None and outcome.rank not in expect_dead:
             outcome.error, outcome.message = "Died", f"exit code {outcome.exit}; {outcome.trace}"
+        elif outcome.skipped:
+            pytest.skip(outcome.skipped)
     return outcomes
 
 

@@ -244,3 +244,15 @@ def refused_in_one(group):
 @pytest.mark.skipif(TORCHRUN, reason="of CPU tensors")
 def test_a_call_that_one_group_refuses():
     run_ranks(refused_in_one, 4)
+
+
+def leaves_out(group):
+    if dist.get_rank(group) == 1:
+        pytest.skip("of the test")
+
+
+def test_a_body_that_one_rank_skips():
+    """So does every rank, also those that are not in its group, or they would be at another test than the others from here on."""
+    with pytest.raises(pytest.skip.Exception, match="of the test"):
+        run_ranks(leaves_out, 2)
+    assert len(run_ranks(dist.get_rank, 2)) == 2
