@@ -142,6 +142,7 @@ def crowd(entries):
 def refusals(group, name):
     x = gradient([1, 1, 2], (5, 4))
     one = (fluxlike if name == "fast" else fluxlike.reference).sparse_all_reduce
+    scattered = fluxlike.sparse_reduce_scatter
     with fluxlike.create_sparse_all_reduce_context((5, 4), 3, group=group) as ctx:
         for wrong, says in (
             (lambda: one(x.to_dense(), group=group), "torch.strided, it must be torch.sparse_coo; use fluxlike.all_reduce_"),
@@ -161,7 +162,9 @@ def refusals(group, name):
             (lambda: one(gradient([0], (5, 0)), group=group), "have no elements"),
             (lambda: one(gradient([], (0, 4)), group=group), "x is (0, 4) with sparse_dim=1, it has no rows"),
             (lambda: one(gradient([], (0, 4)), mode="padded", max_nnz=2, group=group), "it has no rows"),
-            (lambda: fluxlike.sparse_reduce_scatter(gradient([], (0, 4)), group=group), "it has no rows"),
+            (lambda: scattered(gradient([], (0, 4)), group=group), "sparse_reduce_scatter: x is (0, 4) with sparse_dim=1"),
+            (lambda: scattered(x.double(), group=group), "sparse_reduce_scatter: x has dtype torch.float64"),
+            (lambda: scattered(x, mode="padded", max_nnz=2, group=group), "sparse_reduce_scatter: 3 entries are more than"),
             (lambda: one(crowd(2**32 + 3), group=group), "x has 4294967299 entries, more than 1073741824"),
             (lambda: one(x, ctx=group), "must come from fluxlike.create_sparse_all_reduce_context"),
             (lambda: one(x, ctx=ctx, max_nnz=3), "are those of the context"),
@@ -282,7 +285,7 @@ def ids_outside(group):
                 bad = torch.sparse_coo_tensor(ids, x._values(), (5, 4), check_invariants=False)
             mine = bad if dist.get_rank(group) == 1 else x
             said, _ = told(lambda: act(mine, group=group), ValueError)  # noqa: B023
-            assert "rank 1 has ids below 0 or not below 5, the rows of the table" in said, f"{wrong}: {said}"
+            assert f"{act.__name__}: rank 1 has ids below 0 or not below 5, the rows of the table" in said, f"{wrong}: {said}"
             act(mine, group=group, mode="padded", max_nnz=16)  # nobody looks, and it does no harm
             if act is one:
                 with pytest.raises(ValueError, match="rank 1 has ids below 0 or not below 5"):

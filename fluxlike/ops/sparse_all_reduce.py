@@ -23,7 +23,7 @@ from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, Exchange
 from .group import resolve
 from .keeping import in_step, kept
 from .refusals import Refusing, check_context
-from .sparse_arguments import MOST_ROWS, NAME, check, check_ids, countable, wire_of
+from .sparse_arguments import MOST_ROWS, NAME, SCATTER, check, check_ids, countable, wire_of
 from .sparse_index import HEAD, ROW, room
 
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
@@ -393,8 +393,9 @@ def call(
         check_context(NAME, ctx, SparseAllReduceContext, group)
     control = resolve(group) if ctx is None else ctx.control
     max_nnz = tiling.number(max_nnz)
-    with torch.no_grad(), Refusing(NAME, control), control.lock:
-        wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, scatter)
+    name = SCATTER if scatter else NAME
+    with torch.no_grad(), Refusing(name, control), control.lock:
+        wire = check(x, op, mode, ctx, group, max_nnz, wire_dtype, name)
         width = math.prod(x.shape[x.sparse_dim() :])
         if ctx is None:
             ctx = _context(control, x._nnz() if mode == "exact" else max_nnz, mode, width, x.dtype, wire)  # type: ignore[arg-type]
@@ -455,14 +456,15 @@ def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, sca
 
 
 def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> Made:
+    name = SCATTER if scatter else NAME
     if ctx.world.executor.is_capturing():
-        raise RuntimeError(f"{NAME}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
+        raise RuntimeError(f"{name}: mode='exact' waits for the number of ids, which a graph capture cannot; use mode='padded'")
     ids, values, table_rows = sparse_index.entries_of(x)
     pending = ctx.pending_of(ids, ctx.rows, table_rows, scatter)
     union, _, most, outside = pending.read()
     if outside:  # on all ranks, as below
         raise ValueError(
-            f"{NAME}: rank {ctx.group_ranks[outside - 1]} has ids below 0 or not below {table_rows}, the rows of the table, so no "
+            f"{name}: rank {ctx.group_ranks[outside - 1]} has ids below 0 or not below {table_rows}, the rows of the table, so no "
             "rank goes on; torch.sparse.check_sparse_tensor_invariants.enable() finds where such a tensor is made"
         )
     if most > ctx.rows:  # on all ranks: they have read the same

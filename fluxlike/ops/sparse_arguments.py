@@ -12,6 +12,7 @@ from .exchange import EpochContext
 from .sparse_index import ROW
 
 NAME = "sparse_all_reduce"
+SCATTER = "sparse_reduce_scatter"
 MODES = ("exact", "padded")
 #: Entries on a rank up to which the kernels' 32-bit numbers of keys, and of the steps from block to block, hold.
 MOST_ENTRIES = 1 << 30
@@ -21,19 +22,19 @@ MOST_ROWS = 2**63 - 1
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def too_many(entries: int, most: int) -> str:
+def too_many(entries: int, most: int, name: str = NAME) -> str:
     """The message of more entries than fit."""
-    return f"{NAME}: {entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
+    return f"{name}: {entries} entries are more than max_nnz={most}; pass a larger max_nnz on all ranks"
 
 
-def wire_of(dtype: Any, wire: Any) -> torch.dtype:
+def wire_of(dtype: Any, wire: Any, name: str = NAME) -> torch.dtype:
     """The dtype that travels."""
     if dtype not in DTYPES:
-        raise ValueError(f"{NAME}: x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
+        raise ValueError(f"{name}: x has dtype {dtype}, it must be bfloat16, float16 or float32; use x.to(torch.float32)")
     named: Any = WIRES.get(wire, wire) if isinstance(wire, str) else wire
     if wire is not None and named not in DTYPES:
         raise ValueError(
-            f"{NAME}: wire_dtype={wire!r} is not torch.bfloat16, torch.float16 or torch.float32, nor one of "
+            f"{name}: wire_dtype={wire!r} is not torch.bfloat16, torch.float16 or torch.float32, nor one of "
             f"{', '.join(map(repr, WIRES))}"
         )
     return dtype if named is None else named
@@ -47,43 +48,43 @@ def countable(ranks: int, entries: int) -> int:
     return most
 
 
-def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_dtype: Any, scatter: bool = False) -> torch.dtype:
-    """The dtype that travels in a call with these arguments; ValueError for those that do not fit."""
-    validate.context(NAME, ctx, EpochContext)
-    validate.outside_of_traces(NAME)
-    validate.new_tensors_have_memory(NAME)
+def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_dtype: Any, name: str = NAME) -> torch.dtype:
+    """The dtype that travels in a call of ``name`` with these arguments; ValueError for those that do not fit."""
+    validate.context(name, ctx, EpochContext)
+    validate.outside_of_traces(name)
+    validate.new_tensors_have_memory(name)
     if op not in ("sum", "avg"):
-        raise ValueError(f"{NAME}: op={op!r} is not one of 'sum', 'avg'")
+        raise ValueError(f"{name}: op={op!r} is not one of 'sum', 'avg'")
     if mode not in MODES:
-        raise ValueError(f"{NAME}: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
+        raise ValueError(f"{name}: mode={mode!r} is not one of {', '.join(map(repr, MODES))}")
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{NAME}: x is {type(x).__name__}, it must be a sparse COO tensor")
+        raise ValueError(f"{name}: x is {type(x).__name__}, it must be a sparse COO tensor")
     if x.layout is not torch.sparse_coo:
         remedy = "fluxlike.all_reduce_" if x.layout is torch.strided else "x.to_sparse_coo()"
-        raise ValueError(f"{NAME}: x has layout {x.layout}, it must be torch.sparse_coo; use {remedy}")
+        raise ValueError(f"{name}: x has layout {x.layout}, it must be torch.sparse_coo; use {remedy}")
     device = world.current().device
     if x.device != device:
-        raise ValueError(f"{NAME}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
+        raise ValueError(f"{name}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
     width = math.prod(x.shape[x.sparse_dim() :])
     if 0 in x.shape or x.sparse_dim() == 0:
         raise ValueError(
-            f"{NAME}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, it has no rows, or they have no elements to add"
+            f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, it has no rows, or they have no elements to add"
         )
     if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
-        raise ValueError(f"{NAME}: max_nnz={max_nnz!r} is not a whole number above 0")
-    if scatter and x.sparse_dim() != 1:
-        raise ValueError(f"sparse_reduce_scatter: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
+        raise ValueError(f"{name}: max_nnz={max_nnz!r} is not a whole number above 0")
+    if name == SCATTER and x.sparse_dim() != 1:
+        raise ValueError(f"{name}: x has sparse_dim={x.sparse_dim()}; it must be 1, as rows are spread by their id")
     if x._nnz() > MOST_ENTRIES:
-        raise ValueError(f"{NAME}: x has {x._nnz()} entries, more than {MOST_ENTRIES}, up to which kernels count; use x.coalesce()")
-    wire = wire_of(x.dtype, wire_dtype)
+        raise ValueError(f"{name}: x has {x._nnz()} entries, more than {MOST_ENTRIES}, up to which kernels count; use x.coalesce()")
+    wire = wire_of(x.dtype, wire_dtype, name)
     if ctx is not None:
         fits(ctx, x, width, group, None if wire_dtype is None else wire, max_nnz)
         return ctx.wire  # type: ignore[no-any-return]
     if mode == "padded":
         if max_nnz is None:
-            raise ValueError(f"{NAME}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
+            raise ValueError(f"{name}: mode='padded' needs max_nnz, the entries of x at most, or a ctx")
         if x._nnz() > max_nnz:
-            raise ValueError(too_many(x._nnz(), max_nnz))
+            raise ValueError(too_many(x._nnz(), max_nnz, name))
     return wire
 
 
