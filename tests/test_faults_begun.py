@@ -43,18 +43,19 @@ def matrix(rows, columns, value):
     return torch.full((rows, columns), float(value), device=device())
 
 
-def products(op, schedule):
+def products(op, schedule, dtype=torch.float32):
     def make(group):
         if op == "gemm_rs":
-            return fluxlike.create_gemm_rs_context(8, 8, 8, torch.float32, group, schedule)
+            return fluxlike.create_gemm_rs_context(8, 8, 8, dtype, group, schedule)
         if op == "gemm_ar":
-            return fluxlike.create_gemm_ar_context(8, 8, torch.float32, group)
-        return fluxlike.create_ag_gemm_context(8, 8, 9, torch.float32, group, schedule)
+            return fluxlike.create_gemm_ar_context(8, 8, dtype, group)
+        return fluxlike.create_ag_gemm_context(8, 8, 9, dtype, group, schedule)
 
     def call(ctx, value):
+        x, w = matrix(8, 9, value).to(dtype), matrix(8, 9, 1).to(dtype)
         if op == "ag_gemm":
-            return fluxlike.ag_gemm(matrix(8, 9, value)[::2], matrix(8, 9, 1), ctx)
-        return getattr(fluxlike, op)(matrix(8, 9, value), matrix(8, 9, 1), ctx)
+            return fluxlike.ag_gemm(x[::2], w, ctx)
+        return getattr(fluxlike, op)(x, w, ctx)
 
     return make, call
 
@@ -79,6 +80,9 @@ CASES = {
     "gemm_ar, product": (products("gemm_ar", None), lambda ctx: (ctx.world.executor, "multiply")),
     "gemm_rs, stream": (products("gemm_rs", "in_kernel"), lambda ctx: (ctx.world.executor, "on_same_stream")),
     "ag_gemm, board": (products("ag_gemm", "in_kernel"), lambda ctx: (ctx.board, "_look")),  # behind the entry
+    "gemm_rs, decomposed": (products("gemm_rs", "decomposed", torch.float16), lambda ctx: (ctx, "overlapped")),
+    "ag_gemm, decomposed": (products("ag_gemm", "decomposed", torch.float16), lambda ctx: (ctx.lanes, "forked")),
+    "sparse_all_reduce, ids": (of_sparse(), lambda ctx: (ctx._lanes, "forked")),
     "sparse_all_reduce, result": (of_sparse(), lambda ctx: (ctx, "run")),
 }
 

@@ -92,7 +92,7 @@ def forks(group):
             lambda: fluxlike.gemm_rs(x, x, ctx),
             lambda: fluxlike.ag_gemm(x, x, group=group),
             lambda: make_context("gemm_rs", "in_kernel", group),
-            lambda: ctx.begin("in_kernel"),
+            lambda: ctx.begin("in_kernel").__enter__(),
             ctx.check,
             fluxlike.init,
         )

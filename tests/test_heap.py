@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import device, run_ranks
+from ranks import device, run_fresh, run_ranks
 
+import fluxlike
 from fluxlike.runtime import cuda, nvshmem, world
 from fluxlike.runtime.errors import PeerTimeout
 from fluxlike.runtime.heap import ALIGN, first_fit, give, shown, take
@@ -149,6 +150,30 @@ def test_peers_see_writes():
     for size in (1, 2, 3, 4):
         offsets = run_ranks(peers, size)
         assert len(set(offsets)) == 1
+
+
+def half_taken(group):
+    """Rank 1 cannot hear whether all have taken a range: nobody keeps it."""
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    heap, control = world.current().heap, world.current().control
+    before, gather = heap.in_use, control.gather
+
+    def fails(value, what):
+        if what == "taking it":
+            raise OSError("of the test")
+        return gather(value, what)
+
+    if control.rank == 1:
+        control.gather = fails
+    with pytest.raises((OSError, RuntimeError, ValueError)):
+        heap.allocate(1000, control, [0, 1])
+        control.barrier("behind it")
+    return heap.in_use - before
+
+
+def test_a_range_that_was_taken_for_nothing():
+    first, second = run_fresh(half_taken, 2, {"FLUXLIKE_TIMEOUT_S": "3"}, grace=10)
+    assert first.value == second.value == 0, f"{first}\n{second}"
 
 
 def nobody_died(group):

@@ -141,6 +141,27 @@ def test_another_default_device(nodes):
         assert outcome.ok, str(outcome)
 
 
+def inside(group, nodes):
+    """The program is in inference mode when it begins, as a server is; calls are made inside and outside of it."""
+    x, w = torch.ones(8, 8), torch.ones(8, 8)
+    with torch.inference_mode():
+        fluxlike.init(heap="shm", heap_bytes=4 << 20)
+        for _ in range(2):
+            y = fluxlike.gemm_rs(x, w), fluxlike.ag_gemm(x[:4], w)
+            assert y[0].is_inference() and torch.equal(y[0], 2 * (x @ w)[:4]) and torch.equal(y[1], x @ w)
+    big = torch.ones(1 << 19, 16)  # for which the heap grows
+    assert torch.equal(fluxlike.gemm_rs(x, w), 2 * (x @ w)[:4])
+    if not nodes:
+        assert torch.equal(fluxlike.all_reduce(big), 2 * big)
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize("nodes", (0, 2))
+def test_in_inference_mode(nodes):
+    for outcome in run_fresh(inside, 2, {"FLUXLIKE_VIRTUAL_NODES": str(max(nodes, 1))}, nodes=nodes):
+        assert outcome.ok, str(outcome)
+
+
 def exits(group, code):
     """What finalize logs in the ``finally`` of a program that ends by sys.exit."""
     said: list[str] = []
@@ -189,6 +210,26 @@ def shares(group):
         found.append(gloo_threads("gloo_tcp"))
     fluxlike.finalize()
     return [count - found[0] for count in (*found[1:], gloo_threads("gloo_tcp"))]
+
+
+def uneven(group):
+    """Threads of gloo that a refused group leaves, and descriptors."""
+    other = dist.new_group([0, 1, 2])
+    fluxlike.init(heap="shm", heap_bytes=4 << 20)
+    gc.collect()
+    gc.disable()
+    before = gloo_threads(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3 if group.rank() < 3 else 0):
+        with pytest.raises(ValueError, match="as many ranks"):
+            fluxlike.all_reduce(torch.ones(3), group=other)
+    left = gloo_threads() - before[0], len(os.listdir("/proc/self/fd")) - before[1]
+    fluxlike.finalize()
+    return left
+
+
+def test_nothing_is_left_of_a_group_that_is_refused():
+    for outcome in run_fresh(uneven, 4, {"FLUXLIKE_VIRTUAL_NODES": "2"}):
+        assert outcome.ok and outcome.value == (0, 0), str(outcome)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names before torch 2.13")

@@ -121,7 +121,7 @@ def in_one_kernel(group, dtype):
             case = RSCase(m, 1024, [16] * size, dtype, 10)
             (x, w, _), rows = case.inputs(rank), len(range(rank * full, min((rank + 1) * full, m)))
             y = torch.full((rows, 1024), 7.0, dtype=dtype, device=device())
-            products.rows_of_a_node(ctx, x, w, None, y, full)
+            products.run(ctx, x, w, None, y, full)
             whole = torch.cat([case.expected(source) for source in range(size)])
             same(y, whole[rank * full :][:rows], f"{m} rows, {full} a chunk")
             assert ctx.last_path == "sequential/torch"

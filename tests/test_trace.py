@@ -16,13 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase
-from ranks import TORCHRUN, run_fresh, run_ranks
+from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import trace as kernel
 from fluxlike.kernels.tiles import cdiv, py_dealt, py_lane_share
 from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
+from fluxlike.runtime import world
 from fluxlike.tools import once, trace_events, trace_report
 from fluxlike.tools import trace as tool
 from fluxlike.tools.bench_report import Shape
@@ -262,6 +263,21 @@ def untraceable(group) -> str:
     return str(refused.value)
 
 
+def in_and_out(group) -> None:
+    """A traced call in inference mode, and one outside of it."""
+    x, w = (torch.ones(8, 8, device=device()) for _ in range(2))
+    with fluxlike.create_gemm_rs_context(8, 8, 8, torch.float32, group, "in_kernel") as ctx:
+        trace = tracing.begin(ctx)
+        with torch.inference_mode():
+            fluxlike.gemm_rs(x, w, ctx)
+        fluxlike.gemm_rs(x, w, ctx)
+        trace.read()
+
+
+def test_in_inference_mode_and_outside() -> None:
+    run_ranks(in_and_out, 2)
+
+
 def test_what_cannot_be_traced_is_refused() -> None:
     for said in run_ranks(untraceable, 2):
         assert said.startswith("trace.begin: ") and "cannot be traced; give a context of create_gemm_rs_context or" in said
@@ -280,7 +296,8 @@ def two_transports(group) -> list[list[int]]:
             found.append([sub for _, sub, *_ in traced.copies])
             lanes = trace_events.timeline(traced).transfers
             assert list(lanes) == [f"{'copies' if subs == 2 else 'stores'} to rank {1 - ctx.rank}"]
-        ctx.begin("sequential/torch", M=M, N=N)  # which auto makes on GPUs only
+        with ctx.begin("sequential/torch", M=M, N=N):
+            """Auto makes such a call on GPUs only."""
         with pytest.raises(RuntimeError, match=r"was launched in the last call, .* \(the last call: sequential/torch\); make"):
             trace.read()
     return found
@@ -312,11 +329,14 @@ def tool_runs(group, out: str) -> list[int]:
 
     def wrong(*args, **named):
         y = right(*args, **named)
+        open_contexts.append(len(world.current().contexts))
         return y.add_(1) if dist.get_rank() == 1 else y
 
+    open_contexts: list[int] = []
     fluxlike.gemm_rs = wrong
-    found.append(tool.main(["gemm_rs", "--shapes", "64x32x32", "--out", out]))
+    found.append(tool.main(["gemm_rs", "--shapes", "64x32x32,64x48x32", "--out", out]))
     fluxlike.gemm_rs = right
+    assert len(open_contexts) >= 2 and len(set(open_contexts)) == 1, f"a shape that failed keeps its memory: {open_contexts}"
     found.append(tool.main(["ag_gemm", "--shapes", "64x48x32", "--schedule", "in_kernel", "--out", out]))
     with pytest.raises(SystemExit) as leaving:
         tool.main(["ag_gemm", "--shapes", "64x32x32,63x48x32", "--schedule", "in_kernel", "--out", out])

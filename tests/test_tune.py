@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -527,6 +528,46 @@ def tuned_at_creation(group, sabotage):
     return found, kept
 
 
+def no_operands(group):
+    """Rank 1 has no memory for what is to be measured."""
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    if dist.get_rank() == 1:
+        tuning.random = refused
+    before = world.current().heap.in_use
+    with pytest.raises(RuntimeError, match="of the test"):
+        fluxlike.create_gemm_rs_context(64, 48, 64, dtype=BF16)
+    assert (world.current().heap.in_use, world.current().contexts) == (before, [])
+    os.environ["FLUXLIKE_TUNE"] = "off"
+    assert fluxlike.all_reduce(torch.ones(2)).tolist() == [2, 2]
+    fluxlike.finalize()
+
+
+def refused(*_):
+    raise torch.OutOfMemoryError("of the test")
+
+
+def test_a_rank_without_memory_for_what_is_measured():
+    for outcome in run_fresh(no_operands, 2, {"FLUXLIKE_TUNE": "on"}, grace=10):
+        assert outcome.ok, str(outcome)
+
+
+def nowhere(group):
+    """Rank 0 is where there is no directory any more, and the cache is told by a relative path."""
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    if dist.get_rank() == 0:
+        gone = tempfile.mkdtemp()
+        os.chdir(gone)
+        os.rmdir(gone)
+    with pytest.raises(ValueError, match=r"cannot be looked for \(.*FLUXLIKE_CACHE_DIR to a directory by its absolute path"):
+        fluxlike.create_gemm_rs_context(64, 48, 64)
+    fluxlike.finalize()
+
+
+def test_a_cache_that_is_nowhere():
+    for outcome in run_fresh(nowhere, 2, {"FLUXLIKE_CACHE_DIR": "cache"}, grace=10):
+        assert outcome.ok, str(outcome)
+
+
 def test_a_wrong_value_is_an_error_on_all_ranks():
     assert all(outcome.ok for outcome in run_fresh(bad_value, 2))
 
@@ -575,6 +616,9 @@ def test_the_median_of_the_slowest_rank_counts(monkeypatch):
         def gather(self, value, what):
             slower = (value[0] + 2.0, "") if trials.used == "uneven" else value
             return [value, slower, (0.0, "out of ideas" if trials.used == "broken" else "")]
+
+        def agree(self, what, value, error):
+            assert error is None
 
     class Ctx:
         control, op, device = Control(), "gemm_rs", torch.device("cpu")

@@ -209,7 +209,7 @@ def _call(
             nodes.ag_gemm(control, ctx, x_shard, weights, biases, group, results, gathered, n, outs, seen)
             return _returned(weight, results, gathered)
         if ctx is None:
-            sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+            sizes = {"max_m": m, "k": k}
             ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         results = validate.outputs(outs, m, x_shard, weights, biases)
@@ -274,7 +274,7 @@ def gather_beside(
     _, _, m = validate.gathered_operands(x_shard, nothing, None, m, control)
     k = x_shard.shape[1]
     with control.lock:
-        sizes = {"max_m": max(m, 1), "k": max(k, 1)}
+        sizes = {"max_m": m, "k": k}
         ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=cdiv(k, control.size))
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         gathered = x_shard.new_empty(m, k)
@@ -342,8 +342,7 @@ def _make(
     if isinstance(plan, decomposed.Gather):
         decomposed.ag_gemm(ctx, plan, x, operands[1:], biases, results, gathered)
         return
-    slot = ctx.start(plan.call)
-    with ctx.begun():
+    with ctx.start(plan.call) as slot:
         shard, *operands = tiling.padded(operands, plan.padded)
 
         def launch(i: int) -> None:

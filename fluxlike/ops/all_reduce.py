@@ -137,8 +137,7 @@ def _again(seen: again.Signature | None, x: Any, control: ControlGroup, op: str,
         if ys is None:
             return None
         ((call, plan, _),) = known.plan.made
-        ctx.begin(call)
-        with ctx.begun():
+        with ctx.begin(call):
             plan.launch((x, ys[0]))
     if in_place:
         increment_version(x)
@@ -161,8 +160,7 @@ def _all_again(
             return None
     itemsize = xs[0].element_size()
     for call, plan, span in known.made:
-        ctx.begin(call)
-        with ctx.begun():
+        with ctx.begin(call):
             x, y = xs[span.first], ys[span.first]
             if plan.table is not None:
                 plan.table.set(span.places(addresses, itemsize) + span.places(to, itemsize))
@@ -281,8 +279,7 @@ def _launch(
     ctx = trees.context(control, row, said) if algo == "trees" else exchange.context(KIND, control, algo, row, said)
     several = isinstance(ctx, trees.TreeContext) and of > ctx.bound
     call = told(algo, **said)
-    ctx.begin(call)
-    with ctx.begun():
+    with ctx.begin(call):
         return ctx, call, queue(ctx, pairs, algo, op, row, several)
 
 

@@ -234,10 +234,10 @@ def predict(problem: Problem, choice: Choice) -> float:
     return cost.MODELS[problem.op, choice.transport](problem, choice)
 
 
-def candidates(problem: Problem, transports: tuple[str, ...] = ()) -> list[Choice]:
-    """Every choice that is possible, of the given transports or all, those first that are expected to be fast."""
+def candidates(problem: Problem) -> list[Choice]:
+    """Every choice that is possible, those first that are expected to be fast."""
     found = []
-    for transport in transports or TRANSPORTS[problem.op]:
+    for transport in TRANSPORTS[problem.op]:
         for tile in tiles(problem.capability, problem.dtype):
             for group_m in dict.fromkeys((tile.group_m, *GROUPS)):
                 for subs in SUBS:

@@ -235,8 +235,7 @@ def _again(kind: Kind, control: ControlGroup, x: torch.Tensor, seen: again.Signa
             if x.storage_offset() * x.element_size() % call.dtype.itemsize:  # of memory that begins elsewhere
                 return None
             tensors = tensors[0].view(-1).view(call.dtype), tensors[1].view(-1).view(call.dtype)
-        ctx.begin(call.told)
-        with ctx.begun():
+        with ctx.begin(call.told):
             call.launch(tensors)
     return results
 
@@ -301,8 +300,7 @@ def _run(
             exchange.context(kind, control, "bulk", 1, said).record(**said)
         for start, parts in exchange.pieces(kind, n, chunk, width if n else 0, algo, itemsize, control.size):
             ctx = exchange.context(kind, control, algo, parts.blocks, said)
-            ctx.begin(call)
-            with ctx.begun():
+            with ctx.begin(call):
                 here = x[start:], y[start:]
                 launch = exchange.launch_for(ctx, algo, *here, parts, op, root)
                 launch(here)

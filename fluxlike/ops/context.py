@@ -17,7 +17,7 @@ from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, cost, fused, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import Compiled, GroupContext, Prepared, Told, told
+from .group import Begun, Compiled, GroupContext, Prepared, Told, told
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -130,11 +130,9 @@ class Context(GroupContext):
         """
         return told(f"{transport}/{'torch' if tile is None else 'tma' if tile.tma else 'pointer'}", **sizes, by=transport)
 
-    def start(self, call: Told | str, tile: tiling.Tiling | None = None, **sizes: Any) -> int:
-        """`begin` a call, one that is told already or what `telling` makes of the arguments, and choose the slot set."""
-        self.begin(call if isinstance(call, Told) else self.telling(call, tile, **sizes))
-        self._set ^= 1
-        return self._set
+    def start(self, call: Told | str, tile: tiling.Tiling | None = None, **sizes: Any) -> "_Started":
+        """`begin` a call, one that is told already or what `telling` makes of the arguments, with the slot set that it has."""
+        return _Started(self, call if isinstance(call, Told) else self.telling(call, tile, **sizes))
 
     def _bytes_of(self, exchanged: int) -> int:
         """Bytes of the largest call with schedule "sequential"; 0 if there is none."""
@@ -190,11 +188,7 @@ class Context(GroupContext):
             self.trace.copies.clear()
             key = None  # the copies of a graph have no times
         before = self.stats["copies"]
-        try:
-            self.world.executor.overlapped(self.engine, launch, key, queue if key is None else counted, stuck, then)
-        except BaseException as error:
-            self._broken(error)
-            raise
+        self.world.executor.overlapped(self.engine, launch, key, queue if key is None else counted, stuck, then)
         if key is not None:  # else they were queued one by one, and counted
             self.stats["copies"] = before + self._copies[queue]
 
@@ -279,3 +273,14 @@ def kept(
         return kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
 
     return keeping.kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE)
+
+
+class _Started(Begun):
+    """See `Context.start`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> int:
+        super().__enter__()
+        self.context._set ^= 1
+        return self.context._set  # type: ignore[no-any-return]

@@ -172,7 +172,6 @@ def ag_gemm(
     gathered: torch.Tensor | None,
 ) -> None:
     """A call of `ops.ag_gemm`."""
-    slot = ctx.start(plan.call)
 
     def consume(rows: torch.Tensor, start: int) -> None:
         for w, bias, z in zip(weights, biases, results, strict=True):
@@ -181,25 +180,26 @@ def ag_gemm(
             racecheck.host_read(rows)
             gathered[start : start + len(rows)].copy_(rows)
 
-    if ctx.size == 1:
-        consume(x, 0)
-        return
+    with ctx.start(plan.call) as slot:
+        if ctx.size == 1:
+            consume(x, 0)
+            return
 
-    def begin() -> None:
-        with ctx.lanes.of(1):
-            plan.credits[slot](())
-            _go(ctx, 0)
-        consume(x, plan.start)
+        def begin() -> None:
+            with ctx.lanes.of(1):
+                plan.credits[slot](())
+                _go(ctx, 0)
+            consume(x, plan.start)
 
-    def rest() -> None:
-        for turn, piece in enumerate(plan.pieces[slot], 1):
-            with ctx.lanes.of(turn):
-                piece.arrived(())
-                consume(piece.shards, piece.start)
+        def rest() -> None:
+            for turn, piece in enumerate(plan.pieces[slot], 1):
+                with ctx.lanes.of(turn):
+                    piece.arrived(())
+                    consume(piece.shards, piece.start)
 
-    with ctx.lanes.forked():
-        ctx.overlapped(begin, None, lambda: plan.copies[slot](x), rest)
-    plan.end[slot](())
+        with ctx.lanes.forked():
+            ctx.overlapped(begin, None, lambda: plan.copies[slot](x), rest)
+        plan.end[slot](())
 
 
 class Scatter(NamedTuple):
@@ -253,20 +253,21 @@ def gemm_rs(
     y: torch.Tensor,
 ) -> None:
     """A call of `ops.gemm_rs`, as plan ``number`` has it."""
-    slot = ctx.start(plan.call)
-    if ctx.size == 1:
-        ctx.multiply(x, weight, y, bias)
-        return
 
     def product(step: int) -> None:
         start, out = plan.partials[step - 1]
         ctx.multiply(x[start : start + len(out)], weight, out)
 
-    def begin() -> None:
-        plan.credits[slot](())
-        for step in range(1, ctx.size):
-            product(step)
-            _go(ctx, step - 1)
+    with ctx.start(plan.call) as slot:
+        if ctx.size == 1:
+            ctx.multiply(x, weight, y, bias)
+            return
 
-    ctx.overlapped(begin, (number, slot), plan.copies[slot], lambda: product(ctx.size))
-    plan.sum[slot]((y if bias is None else bias, y))
+        def begin() -> None:
+            plan.credits[slot](())
+            for step in range(1, ctx.size):
+                product(step)
+                _go(ctx, step - 1)
+
+        ctx.overlapped(begin, (number, slot), plan.copies[slot], lambda: product(ctx.size))
+        plan.sum[slot]((y if bias is None else bias, y))

@@ -140,7 +140,7 @@ def call(
         validate.operands("gemm_ar", x, weight, bias)
         m, n = x.shape[0], weight.shape[0]
         if ctx is None:
-            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": max(m, 1), "n": max(n, 1)}
+            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": m, "n": n}
 
             def make(wanted: dict[str, int]) -> GemmARContext:
                 alike("gemm_ar", control, sizes)
@@ -207,8 +207,7 @@ def _plan(ctx: GemmARContext, x: torch.Tensor, weight: torch.Tensor, bias: torch
 def _make(
     ctx: GemmARContext, plan: _Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
-    ctx.begin(plan.call)
-    with ctx.begun():
+    with ctx.begin(plan.call):
         if plan.fused is not None:
             plan.fused((x, weight, y) if bias is None or ctx.rank else (x, weight, y, bias))
             return

@@ -183,13 +183,13 @@ def call(
         validate.call("gemm_rs", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         full = chunk_rows(m, ctx.size)
         y = validate.output("gemm_rs", out, (rows_of(m, ctx.size, ctx.rank, full), n), x, weight, bias)
-        planned = rows_of_a_node(ctx, x, weight, bias, y, full, k)
+        planned = run(ctx, x, weight, bias, y, full, k)
         if planned is not None:
             again.remember(ctx, seen, (x, weight, bias, out), planned, [y])
         return y
 
 
-def rows_of_a_node(
+def run(
     ctx: GemmRSContext,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -198,7 +198,7 @@ def rows_of_a_node(
     full: int,
     whole: int | None = None,
 ) -> tuple[int, Any] | None:
-    """A call, of checked operands, for rows that go to the ranks of one node.
+    """A call of checked operands, whose rows go to the ranks of ``ctx``: all, or of several nodes those of one.
 
     ``full``: rows of a full chunk; ``whole``: K of all ranks of the node, if the caller says it. Returns what
     `GroupContext.plan` has for calls with such operands, if there is anything.
@@ -243,8 +243,7 @@ def _make(
     if isinstance(plan, decomposed.Scatter):
         decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
-    slot = ctx.start(plan.call)
-    with ctx.begun():
+    with ctx.start(plan.call) as slot:
         x, weight = tiling.padded((x, weight), plan.padded)
         tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y, y
         if plan.copies:

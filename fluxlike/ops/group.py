@@ -178,13 +178,19 @@ class GroupContext(Held):
                 self._broken(error)
                 raise
 
-    def begin(self, path: str | Told, **sizes: Any) -> None:
-        """Start a call: `record` it, order it behind the last one. ``path``: how it is made, and the sizes if they were `told`.
+    def begin(self, path: str | Told, **sizes: Any) -> "Begun":
+        """A ``with`` around a call: on entry it is recorded and ordered behind the last one, also behind what waits for peers on
+        other streams of ours. A kernel with a program on every multiprocessor waits for peers, too: if one GPU began with the one
+        and another with the other, each would wait for what the other has no room for.
 
-        Also behind what waits for peers on other streams of ours. A kernel with a program on every multiprocessor waits for peers,
-        too: if one GPU began with the one and another with the other, each would wait for what the other has no room for.
+        What ends the call in the middle, as no memory, ends this context: the peers have seen that this rank makes it. If it went
+        on, they would take its next call for this one.
+
+        ``path``: how the call is made, and the sizes if they were `told`.
         """
-        call = path if isinstance(path, Told) else told(path, **sizes)
+        return Begun(self, path if isinstance(path, Told) else told(path, **sizes))
+
+    def _enter(self, call: Told) -> None:
         self._record(call.sizes)
         try:
             self._stream = self.world.executor.on_same_stream(self._stream)
@@ -195,13 +201,6 @@ class GroupContext(Held):
         except BaseException as error:  # the peers have seen it
             self._broken(error)
             raise
-
-    def begun(self) -> "_Begun":
-        """A ``with`` for the rest of a call that has begun: what ends it in the middle, as no memory, ends this context.
-
-        The peers have seen that this rank makes the call. If it went on, they would take its next one for this one.
-        """
-        return _Begun(self)
 
     def programs(self, tiles: int) -> int:
         """Programs of a persistent launch: one a multiprocessor, or fewer where there are fewer tiles."""
@@ -479,20 +478,20 @@ class GroupContext(Held):
         self._again.clear()
 
 
-class _Begun:
-    """See `GroupContext.begun`."""
+class Begun:
+    """See `GroupContext.begin`."""
 
-    __slots__ = ("_context",)
+    __slots__ = ("_call", "context")
 
-    def __init__(self, context: GroupContext) -> None:
-        self._context = context
+    def __init__(self, context: Any, call: Told) -> None:
+        self.context, self._call = context, call
 
-    def __enter__(self) -> None:
-        """The call has begun before."""
+    def __enter__(self) -> Any:
+        self.context._enter(self._call)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._context._broken(error)
+            self.context._broken(error)
 
 
 def resolve(group: dist.ProcessGroup | ControlGroup | None) -> ControlGroup:

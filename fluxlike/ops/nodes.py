@@ -406,7 +406,7 @@ def make_gemm_rs(
         if call.together:
             height = len(ctx.nodes) * full
             partials = x.new_empty(height, n)
-            local.rows_of_a_node(ctx.inner, call.by_rank(x), weight, None, partials, height, call.whole)
+            local.run(ctx.inner, call.by_rank(x), weight, None, partials, height, call.whole)
             for node in post.next:
                 post.send_rows(partials, node * full, call.rows_of_peer(node), node)
             start = ctx.node * full
@@ -414,11 +414,11 @@ def make_gemm_rs(
         else:
             for node in post.next:
                 place = post.place(node, call.rows_of_peer(node), n, x.dtype)
-                local.rows_of_a_node(ctx.inner, x[call.rows(node)], weight, None, place, full, call.whole)
+                local.run(ctx.inner, x[call.rows(node)], weight, None, place, full, call.whole)
                 ctx.inner.known = True  # what follows in the node needs no telling
                 post.send(place, node)
             own = parts[ctx.node]
-            local.rows_of_a_node(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full, call.whole)
+            local.run(ctx.inner, x[call.rows(ctx.node)], weight, None, own, full, call.whole)
         post.total(parts, own, y, bias)
         for node in post.next:
             post.read(node)
@@ -442,7 +442,7 @@ def ag_gemm(
     m, k = results[0].shape[0], x.shape[1]
     with control.lock:
         here = sum(w.shape[0] for w in weights)
-        ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": max(m, 1), "k": max(k, 1)}, here)
+        ctx = ctx or _kept("ag_gemm", control, x.dtype, {"max_m": m, "k": k}, here)
         validate.call("ag_gemm", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         make_ag_gemm(ctx, x, weights, biases, results, gathered, whole)
         every = results if gathered is None else [*results, gathered]

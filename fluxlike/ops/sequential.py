@@ -139,7 +139,7 @@ def plan(ctx: "Context", m: int, columns: int, part: torch.Tensor, full: int, **
     return Plan(scratch, full, launches, call)
 
 
-def _exchange(ctx: "Context", plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
+def _exchange(plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
     for start, launch in plan.launches:
         launch((x.view(-1)[start:], y.view(-1)[start:]) if start else (x, y))
 
@@ -148,8 +148,7 @@ def gemm_rs(
     ctx: "Context", plan: Plan, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> None:
     """A call of `ops.gemm_rs`."""
-    ctx.begin(plan.call)
-    with ctx.begun():
+    with ctx.begin(plan.call):
         if plan.fused is not None:
             plan.fused((x, weight, y) if bias is None else (x, weight, y, bias))
             return
@@ -160,7 +159,7 @@ def gemm_rs(
         if bias is not None:
             start = ctx.rank * plan.full
             ctx.multiply(x[start : start + len(y)], weight, plan.scratch[start : start + len(y)], bias)
-        _exchange(ctx, plan, plan.scratch, y)
+        _exchange(plan, plan.scratch, y)
 
 
 def ag_gemm(
@@ -173,9 +172,8 @@ def ag_gemm(
     gathered: torch.Tensor | None,
 ) -> None:
     """A call of `ops.ag_gemm`."""
-    ctx.begin(plan.call)
     whole = plan.scratch
-    with ctx.begun():
+    with ctx.begin(plan.call):
         x = x.contiguous()
         if plan.fused is not None:
             plan.fused((x, weights[0], results[0]) if biases[0] is None else (x, weights[0], results[0], biases[0]))
@@ -183,7 +181,7 @@ def ag_gemm(
         elif ctx.size == 1:
             whole = x
         else:
-            _exchange(ctx, plan, x, whole)
+            _exchange(plan, x, whole)
         for w, bias, z in zip(weights, biases, results, strict=True):
             ctx.multiply(whole, w, z, bias)
         if gathered is not None:

@@ -138,10 +138,11 @@ class SparseAllReduceContext(EpochContext):
         ``scatter``: each rank gets its part of the table only.
         """
         self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 176 characters
-        self._stream = self.world.executor.on_same_stream(self._stream)
-        joined, ahead = ExitStack(), tuple(self.world.ahead)
-        joined.enter_context(self._lanes.forked())
+        joined = ExitStack()
         try:
+            self._stream = self.world.executor.on_same_stream(self._stream)
+            ahead = tuple(self.world.ahead)
+            joined.enter_context(self._lanes.forked())
             with self._lanes.of(1), torch.no_grad():
                 for other in ahead:
                     other()
@@ -447,12 +448,16 @@ def _result(
     )  # fmt: skip
 
 
-def _begin(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, mode: str, scatter: bool) -> bool:
-    """A call whose ids have been exchanged; whether ids have owners."""
+def _summed(
+    ctx: SparseAllReduceContext, pending: Pending, x: torch.Tensor, values: torch.Tensor, rows: int, op: str, mode: str,
+    scatter: bool,
+) -> torch.Tensor:
+    """`run` of a call whose ids have been exchanged."""
     owned = ctx.owned and not scatter
     dims = ["x".join(map(str, part)) for part in (x.shape[: x.sparse_dim()], x.shape[x.sparse_dim() :])]
-    ctx.begin("scatter" if scatter else "owned" if owned else "direct", op=op, mode=mode, shape=":".join(dims))
-    return owned
+    path = "scatter" if scatter else "owned" if owned else "direct"
+    with ctx.begin(path, op=op, mode=mode, shape=":".join(dims)):
+        return ctx.run(pending, values, rows, op, owned, mode == "padded")
 
 
 def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool) -> Made:
@@ -471,9 +476,7 @@ def _exact(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, scatter: bool)
         ctx = _context(ctx.control, most, "padded", ctx.width, ctx.dtype, ctx.wire)
         pending = ctx.pending_of(ids, ctx.rows, table_rows, scatter)
         union = pending.read()[0]
-    owned = _begin(ctx, x, op, "exact", scatter)
-    with ctx.begun():
-        y = ctx.run(pending, values, union, op, owned, False)
+    y = _summed(ctx, pending, x, values, union, op, "exact", scatter)
     return pending.table.ids[:union], y, True, ctx if scatter else None
 
 
@@ -481,7 +484,5 @@ def _padded(ctx: SparseAllReduceContext, x: torch.Tensor, op: str, max_nnz: int 
     ids, values, table_rows = sparse_index.entries_of(x)
     capacity = ctx.rows if max_nnz is None else max_nnz
     pending = ctx.pending_of(ids, capacity, table_rows, scatter)
-    owned = _begin(ctx, x, op, "padded", scatter)
-    with ctx.begun():
-        y = ctx.run(pending, values, ctx.size * capacity, op, owned, True)
+    y = _summed(ctx, pending, x, values, ctx.size * capacity, op, "padded", scatter)
     return pending.table.ids, y, False, ctx if scatter else None

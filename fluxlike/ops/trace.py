@@ -76,7 +76,9 @@ class Trace:
         rows = tile_count(facts) + programs + task_count(facts) + (programs if facts["cut"] else 0)
         key = tuple(facts.values())
         if key not in self._known:
-            self._known[key] = torch.zeros(rows, kernel.WIDTH.value + facts["R"], dtype=torch.int64, device=self._context.device)
+            with torch.inference_mode(False):  # calls outside of it write to them, too
+                times = torch.zeros(rows, kernel.WIDTH.value + facts["R"], dtype=torch.int64, device=self._context.device)
+            self._known[key] = times
         times = self._known[key]
         executor = self._context.world.executor
 

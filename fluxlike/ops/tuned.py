@@ -193,7 +193,7 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
     memory they need.
 
     Choices of torch's products are left out where those are not wanted. Raises ValueError on all ranks if the environment of one
-    is wrong, or if the ranks differ in FLUXLIKE_TORCH_PRODUCTS.
+    is wrong or rank 0 cannot look for its cache, or if the ranks differ in FLUXLIKE_TORCH_PRODUCTS.
     """
     here = machine_of(executor)
     everyone, mode, products, error, found = control.whole, "off", True, "", {}
@@ -204,6 +204,8 @@ def agreed(control: ControlGroup, op: str, dtype: torch.dtype, executor: Any) ->
             found = known(here, op, dtype, control.size) if mode != "off" else {}
     except ValueError as wrong:
         error = str(wrong)
+    except OSError as wrong:
+        error = f"{op}: tuned choices cannot be looked for ({wrong}); set FLUXLIKE_CACHE_DIR to a directory by its absolute path"
     sent = [(list(shape), made.as_json()) for shape, made in found.items() if products or made.transport not in choice.TORCH]
     said = everyone.gather((here.as_json(), mode, error, sent, products), f"{op}: tuned choices")
     for error in (theirs[2] for theirs in said):

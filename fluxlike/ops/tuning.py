@@ -20,6 +20,7 @@ from ..runtime import world
 from ..runtime.errors import PeerTimeout
 from . import choice, tuned
 from .choice import Choice, Problem
+from .making import taking
 
 if TYPE_CHECKING:
     from .context import Context
@@ -97,7 +98,12 @@ def context(make: Callable[[], Any], shape: tuple[int, int | None, int | None], 
         return ctx
     problem = ctx.problem(m, n, k)
     trials = _Trials(ctx, make, sample)
-    times = trials.measure(shortlist(problem))
+    try:
+        times = trials.measure(shortlist(problem))
+    except (RuntimeError, ValueError):  # on all ranks: nobody else has the context
+        with contextlib.suppress(ValueError, PeerTimeout):
+            trials.ctx.close()
+        raise
     trials.ctx.close()  # it has made calls, and its memory holds what they left
     ctx = make()
     if times:
@@ -119,7 +125,7 @@ class _Trials:
 
     def __init__(self, ctx: "Context", make: Callable[[], Any], sample: Callable[[Any], Call]) -> None:
         self.ctx, self._make, self._sample = ctx, make, sample
-        self._call = sample(ctx)
+        self._call: Call = lambda: None
         self._cuda = ctx.device.type == "cuda"
         #: Where `timed` looks at the clock.
         self._there: Any = torch.cuda.device(ctx.device) if self._cuda else contextlib.nullcontext()
@@ -139,8 +145,13 @@ class _Trials:
         with contextlib.suppress(ValueError, PeerTimeout):  # a rank may learn only here of what went wrong
             self.ctx.close()
         self.ctx = self._make()
-        self._call = self._sample(self.ctx)
+        self._prepare()
         return None
+
+    def _prepare(self) -> None:
+        """Operands for calls on the context; an error of one rank, as no memory, is raised on all. Collective."""
+        with taking(self.ctx.op, self.ctx.control):
+            self._call = self._sample(self.ctx)
 
     def _time(self, made: Choice, calls: int) -> float | None:
         """Seconds a call on the slowest rank, or None if it failed on one."""
@@ -150,7 +161,8 @@ class _Trials:
         return None if said is None else max(said)
 
     def measure(self, choices: list[Choice]) -> dict[Choice, float]:
-        """The median seconds of a call of each choice that works; they take turns."""
+        """The median seconds of a call of each choice that works; they take turns. Collective."""
+        self._prepare()
         rounds: dict[Choice, list[float]] = {}
         calls = {}
         for made in choices:

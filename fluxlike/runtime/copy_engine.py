@@ -147,9 +147,6 @@ class CudaCopyEngine:
         """No job comes any more, and the device may not be done: the graphs stay, and the stream."""
         self._own.keep()
 
-    def cancel(self) -> None:
-        """Nothing to do: the stream only waits for this rank's kernel, which ends."""
-
     def wait(self, address: int, value: int) -> None:
         """Go on once the 32-bit word at ``address`` is at least ``value``."""
         self._batch.append(driver.wait_operation(address, value))

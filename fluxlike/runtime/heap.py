@@ -36,7 +36,8 @@ class Segment(Protocol):
 class Block:
     """``nbytes`` at the same offset on every rank of a group.
 
-    ``indices``: the group's ranks as indices of the world. ``addresses``: where each rank's bytes are mapped here; 0 if not.
+    ``indices``: the group's ranks, each by its place among those who share the heap. ``addresses``: where each rank's bytes are
+    mapped here; 0 if not.
     """
 
     segment_index: int
@@ -64,20 +65,23 @@ Free = list[tuple[int, int]]
 
 
 class SymmetricHeap:
-    """Segments of the world and the free ranges in them, of this rank."""
+    """Segments of the ranks that share memory, and the free ranges in them, of this rank.
+
+    Those are the world, or of one on several nodes without NVSHMEM this rank's node: `World.sharing`.
+    """
 
     def __init__(
-        self, make_segment: Callable[[int, ControlGroup], Segment], world: ControlGroup, nbytes: int,
+        self, make_segment: Callable[[int, ControlGroup], Segment], sharing: ControlGroup, nbytes: int,
         connect: Callable[[], ControlGroup] | None = None,
     ) -> None:  # fmt: skip
-        """Collective over ``world``. ``connect``: makes connections of its ranks on which nothing else meets."""
-        self._make, self._world, self._connect = make_segment, world, connect or (lambda: world)
+        """Collective over ``sharing``. ``connect``: makes connections of its ranks on which nothing else meets."""
+        self._make, self._sharing, self._connect = make_segment, sharing, connect or (lambda: sharing)
         self.segments: list[Segment] = []
         self._free: list[Free] = []
         self._lock, self._growing = threading.Lock(), threading.Lock()
         #: Where the ranks meet to grow it; made when they first do.
         self._meeting: ControlGroup | None = None
-        self._add(nbytes, world)
+        self._add(nbytes, sharing)
 
     def _add(self, nbytes: int, control: ControlGroup) -> None:
         segment = self._make(nbytes, control)
@@ -86,7 +90,7 @@ class SymmetricHeap:
             self._free.append([(0, segment.nbytes)])
 
     def _grow(self, nbytes: int) -> None:
-        """Collective over the world. Two threads that grow it for two groups may be on each rank in another order: one that
+        """Collective over all who share it. Two threads that grow it for two groups may be on each rank in another order: one that
         is first here may meet the other one there, and both need a segment, so each is as large as what is wanted most.
         """
         with self._growing:
@@ -107,14 +111,14 @@ class SymmetricHeap:
         return error or (RuntimeError(said[0]) if said else None)
 
     def allocate(self, nbytes: int, control: ControlGroup, indices: list[int]) -> Block:
-        """Collective over ``control``: the same offset on all its ranks, ``indices`` in the world. The bytes are not cleared.
+        """Collective over ``control``: the same offset on all its ranks; ``indices``: see `Block`. The bytes are not cleared.
 
         A group that is the whole world makes a new segment when no range is left, and so do the parts on each node of such a
         group, which allocate together; a sub-group cannot, since that is collective over the world: RuntimeError with the remedy.
         """
         nbytes = -(-nbytes // ALIGN) * ALIGN
-        everyone = control if control.ranks == self._world.ranks else control.whole
-        can_grow = everyone.ranks == self._world.ranks
+        everyone = control if control.ranks == self._sharing.ranks else control.whole
+        can_grow = everyone.ranks == self._sharing.ranks
         together = everyone if can_grow else control
         failure: Exception | None = None
         while True:
@@ -132,11 +136,14 @@ class SymmetricHeap:
                     "set FLUXLIKE_HEAP_BYTES, or close contexts"
                 )
             # Another thread, for another group, may have taken the range since: then all ranks of this one look again.
-            taken = self._take(*place, nbytes)
-            if all(together.gather(taken, "taking it")):
+            taken, everywhere = self._take(*place, nbytes), False
+            try:
+                everywhere = all(together.gather(taken, "taking it"))
+            finally:
+                if taken and not everywhere:
+                    self._give(*place, nbytes)
+            if everywhere:
                 return Block(place[0], self.segments[place[0]], place[1], nbytes, indices)
-            if taken:
-                self._give(*place, nbytes)
 
     def _take(self, index: int, offset: int, nbytes: int) -> bool:
         with self._lock:

@@ -195,7 +195,12 @@ class World:
                 known = self._controls.get(name)
                 if known is None:
                     known = ControlGroup(ranks, name, group, key_of(group))
-                    self._divide(known)
+                    try:
+                        self._divide(known)
+                    except BaseException:
+                        known.local.close()
+                        known.close()
+                        raise
                     self._controls[name] = known
         if known.group is not group:  # torch gives names again once its groups have ended
             raise self._made_since(group)
@@ -350,7 +355,8 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
     try:
         if owns_torch:
             _init_torch(heap)
-        _world = World(group or dist.distributed_c10d._get_default_group(), heap, heap_bytes, owns_torch)
+        with torch.inference_mode(False):  # the heap's tensors last, and calls outside of it write to them, too
+            _world = World(group or dist.distributed_c10d._get_default_group(), heap, heap_bytes, owns_torch)
     except BaseException:
         if owns_torch and dist.is_initialized():
             dist.destroy_process_group()

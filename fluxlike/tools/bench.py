@@ -477,7 +477,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = parse(argv, torch.cuda.is_available())
     if asked.plot_records:
         return bench_records.plot(asked.op, asked.plot_records, asked.out or ".") if os.environ.get("RANK", "0") == "0" else 0
-    if command.lacks("bench", "rich", "rich matplotlib"):
+    if command.lacks_rich("bench", "rich matplotlib"):
         return 2
 
     def work() -> int:

@@ -93,12 +93,12 @@ def refuse_uneven(parser: argparse.ArgumentParser, shapes: Iterable[Any], kind: 
             parser.error(f"--shapes: {shape}: {why}")
 
 
-def lacks(tool: str, package: str, install: str = "") -> bool:
-    """Whether ``package`` is not there; said once a host. ``install``: what to tell pip, if not the package alone."""
-    if importlib.util.find_spec(package) is not None:
+def lacks_rich(tool: str, install: str = "rich") -> bool:
+    """Whether rich is not there, with which ``tool`` prints; said once a host. ``install``: what to tell pip."""
+    if importlib.util.find_spec("rich") is not None:
         return False
     if speaks():
-        print(f"{tool} needs the package {package}; run: python -m pip install {install or package}", file=sys.stderr)
+        print(f"{tool} needs the package rich; run: python -m pip install {install}", file=sys.stderr)
     return True
 
 

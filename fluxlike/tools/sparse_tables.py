@@ -59,5 +59,5 @@ def table(messages: torch.Tensor, rank: int, owned: bool) -> Table:
     at = (torch.arange(ranks, device=device) * room(capacity) + slots[:rows]).to(torch.int32)
     staged = torch.where(read, at, NONE.value).amax(1)
     staged = torch.where(owners == rank, NOWHERE.value, staged)
-    meta = torch.cat([union, own, counts.max().view(1), (number > 1).sum().view(1)])
+    meta = torch.cat([union, own, counts.max().view(1), torch.zeros_like(union)])
     return Table(ids, slots, targets, place, owners, staged, meta)

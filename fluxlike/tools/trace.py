@@ -1,6 +1,7 @@
 """`python -m fluxlike trace {gemm_rs,ag_gemm}`: what every program of every rank does when, in one call. See docs/trace.md."""
 
 import argparse
+import contextlib
 import functools
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 
 from ..ops import trace as tracing
 from ..runtime import world
+from ..runtime.errors import PeerTimeout
 from . import command, trace_events, trace_report
 from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, Problem
@@ -49,11 +51,16 @@ class Tracer:
                 raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
             raise
         context = self.peers.attempt(functools.partial(problem.context, self.asked.schedule))
-        took = {"untraced": self.time(problem, context)}
-        trace = tracing.begin(context)
-        took["traced"] = self.time(problem, context)
-        traced = self.peers.attempt(trace.read)
-        path = context.last_path
+        try:
+            took = {"untraced": self.time(problem, context)}
+            trace = tracing.begin(context)
+            took["traced"] = self.time(problem, context)
+            traced = self.peers.attempt(trace.read)
+            path = context.last_path
+        except Failed:  # on all ranks, which go on with the next shape
+            with contextlib.suppress(ValueError, PeerTimeout):
+                context.close()
+            raise
         context.close()
         told = self.peers.gather(traced)
         return path, took, [tracing.Traced(facts, times, copies, tracing.Clock(*clock)) for facts, times, copies, clock in told]

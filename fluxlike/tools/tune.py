@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
             return 2 if isinstance(error, ValueError) else 1
         print(f"{written} shapes written to {asked.out}")
         return 0
-    if command.lacks("tune", "rich"):
+    if command.lacks_rich("tune"):
         return 2
     env.put("FLUXLIKE_TUNE", "off")  # what is compared with is what calls get without a table
 
