@@ -398,6 +398,39 @@ def test_nobody_is_told_where_no_call_is_left_out(kind):
     run_ranks(goes_on, 2, kind=kind)
 
 
+def handles(group, late, own):
+    """One handler for all ranks, of any error of a call: new contexts. It runs once on each, whoever was first at the call."""
+    rank, x, w = dist.get_rank(group), *(torch.ones(8, 16, device=device()) for _ in range(2))
+    settle = world.current().executor.synchronize
+
+    def make():
+        return fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32, group)
+
+    ctx, right = make() if own else None, fluxlike.gemm_rs(x, w, group=group)
+    for turn in range(3):
+        if rank == late:
+            settle()
+            time.sleep(0.3)
+        if ctx is not None:
+            assert torch.equal(fluxlike.gemm_rs(x, w, ctx), right)
+        with pytest.raises(ValueError, match="float64" if rank == 0 else "this rank refused"):
+            fluxlike.gemm_rs(x if rank else x.double(), w, ctx, group=group)
+            settle()
+            fluxlike.gemm_rs(x, w, ctx, group=group)  # on GPUs who calls first is told in the next call
+        if ctx is not None and turn == 1:
+            ctx.close()
+        ctx = make()
+        for made in (ctx, None):
+            assert torch.equal(fluxlike.gemm_rs(x, w, made, group=group), right), f"turn {turn}"
+    told(ctx.close, ValueError)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("late", [None, 0, 1])
+def test_the_same_handler_on_all_ranks(late, own):
+    run_ranks(handles, 2, late=late, own=own)
+
+
 def an_unknown_id(group):
     """Rank 1 looks up an id that its table does not have, in a forward pass that begins the exchange of ids."""
     if device().type == "cuda":

@@ -51,6 +51,8 @@ def in_step(control: ControlGroup) -> None:
     They were told in different calls. If they met in the making of a context for their next ones, as if nothing had been, these
     would be different ones, too.
     """
+    if control.local.board is not None:
+        control.local.board.goes_on()
     if control.board is not None and control.board.apart is not None:
         control.catch_up()
         raise untraced(control.board.apart)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..runtime import faking, programs
 from ..runtime.control import ControlGroup
-from ..runtime.errors import CallMismatch, heard, is_heard
+from ..runtime.errors import heard, is_heard
 from . import validate
 from .dispatcher import wants_gradient
 from .group import resolve
@@ -53,11 +53,11 @@ def leaving_out(op: str, where: ControlGroup | dist.ProcessGroup | None) -> cont
 
 def _tell(op: str, control: ControlGroup) -> None:
     """This rank has refused a call of ``op``, and is about to say why."""
-    with control.lock, control.local.lock, contextlib.suppress(CallMismatch):
+    with control.lock, control.local.lock:
         control.refused += 1
         control.between += 1
         if control.local.board is not None:
-            control.local.board.call(f"a call of {op} that this rank refused by an error of its own")
+            control.local.board.refuse(op)
 
 
 def check_context(op: str, ctx: Any, kind: Any, group: dist.ProcessGroup | None) -> None:

@@ -16,9 +16,14 @@ sees it. It raises `CallMismatch` instead of launching, and ends the waits of th
 ranks that fail stop at different places. What it wrote before is still true. The next meeting brings all ranks to the same
 number again.
 
+*Refused calls.* A rank that refuses a call by an error of its own writes that, too. Peers that have made theirs by then, it sees,
+and is frozen; those that make theirs later see it, and are. So if it comes to a meeting next, as to make a new context, nobody
+need be told any more; in its next call it is told by `CallMismatch`.
+
 Nothing here is exact about memory order across processors: an entry that differs is read again, later, before it counts.
 """
 
+import contextlib
 import itertools
 import os
 import struct
@@ -49,8 +54,8 @@ class Member(Protocol):
     def stop(self, error: Exception) -> None: ...
 
 
-#: number of the last entry, checksum, frozen, contexts made
-State = tuple[int, int, bool, int]
+#: number of the last entry, checksum, frozen, contexts made, whether the last that it did was to refuse a call
+State = tuple[int, int, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class CallBoard:
         self._entry = b""
         self._fence = threading.Lock()
         self.frozen = False
+        #: Whether the last that this rank did was to refuse a call, and it saw no peer that had made it.
+        self._refused = False
         #: Contexts made so far on this group, the same number on all ranks.
         self.made = 0
         #: How often the ranks have been brought into step again, the same number on all of them.
@@ -96,23 +103,36 @@ class CallBoard:
 
     def call(self, text: str) -> None:
         """This rank makes a call. Raises CallMismatch if another rank does something else in its place."""
+        self._refused = False
         if not self.frozen:
             self._write(text, CALL)
             found = self._look()
             if found is not None:
                 raise self._error(found)
 
+    def refuse(self, op: str) -> None:
+        """This rank has refused a call of ``op``, and raises why."""
+        with contextlib.suppress(CallMismatch):
+            self.call(f"a call of {op} that this rank refused by an error of its own")
+        self._refused = not self.frozen
+
+    def goes_on(self) -> None:
+        """This rank makes a call, and meets the others in it: of what it refused before, it is told now."""
+        self._refused = False
+
     def meet(self, text: str) -> None:
         """This rank comes to a meeting. Raises CallMismatch if another makes a call instead, and so will not come."""
         if not self.frozen:
             self._write(text, MEETING)
-            found = self._look()
-            if found is not None and found.kind == CALL:
-                raise self._error(found)
+            error = self.absence()
+            if error is not None:
+                raise error
 
     def absence(self) -> CallMismatch | None:
-        """While this rank waits at a meeting: the error when another makes a call instead."""
-        found = None if self.frozen else self._look()
+        """While this rank waits at a meeting: the error when another makes a call instead. One that makes the call that this rank
+        refused is told so itself, and comes then.
+        """
+        found = None if self.frozen or self._refused else self._look()
         return self._error(found) if found is not None and found.kind == CALL else None
 
     def diagnose(self) -> CallMismatch | None:
@@ -222,7 +242,7 @@ class CallBoard:
 
     def state(self) -> State:
         """What ranks that meet tell each other: where they stood before."""
-        return self._number, self._chain, self.frozen, self.made
+        return self._number, self._chain, self.frozen, self.made, self._refused
 
     def settle(self, states: list[State], what: set[str]) -> None:
         """All ranks are here and said their `state` and what they came for: bring them into step if they are not.
@@ -230,20 +250,24 @@ class CallBoard:
         Raises CallMismatch on all of them if a rank made other calls than another and has not been told so.
         """
         equal = len({state[:2] for state in states}) == 1
-        if equal and len(what) == 1 and not any(frozen for _, _, frozen, _ in states):
+        refused, self._refused = self._refused, False
+        if equal and len(what) == 1 and not any(frozen for _, _, frozen, *_ in states):
             return
         error: CallMismatch | None = None
         # A rank that is not frozen has written that it came here. All must judge alike, therefore not by what the boards say by
         # now, nor by entries that a rank which is through here may overwrite.
-        last = [number + (not frozen) for number, _, frozen, _ in states]
-        told = [frozen for _, _, frozen, _ in states]
+        last = [number + (not frozen) for number, _, frozen, *_ in states]
+        told = [frozen or refusing for _, _, frozen, _, refusing in states]
         if not equal:
-            error = self._pairs(last, told) if max(last) - min(last) < RING - _AHEAD else None
+            near = max(last) - min(last) < RING - _AHEAD
+            error = self._pairs(last, told) if near else None
             if error is None and not any(told):
                 error = self._error(f"the ranks have made different calls before '{what.pop()}'")
+            if error is None and refused and near:  # its error has told it, but it still has contexts that the others' has ended
+                self._pairs(last, [False] * len(states))
         self.mended += 1
         self._number = self._floor = max(last)
-        self._chain, self.made, self.frozen = 0, max(made for *_, made in states), False
+        self._chain, self.made, self.frozen = 0, max(made for _, _, _, made, _ in states), False
         self._heads[self._me][_FROZEN] = 0
         self._heads[self._me][_NUMBER] = self._number
         if error is not None:
