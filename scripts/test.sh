@@ -166,7 +166,8 @@ if [ $# -eq 0 ]; then
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
              gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_reports compiled_graphs operands racecheck
-             runfile sequential sparse_ahead sparse_all_reduce sparse_index trace trees waves"
+             racecheck_host racecheck_memory racecheck_tables racecheck_waits runfile sequential sparse_ahead sparse_all_reduce
+             sparse_index sparse_refusals trace trees waves as_on_gpus bench_few"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done

@@ -156,6 +156,12 @@ def test_import_does_nothing():
     assert done.returncode == 0 and done.stdout.strip() == "clean", done.stderr
 
 
+def test_ops_that_saved_graphs_name():
+    names = ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
+    code = f"import torch, fluxlike.nn; [getattr(torch.ops.fluxlike, name).default for name in {names}]"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)
+
+
 def test_only_env_reads_the_library_s_variables():
     """Every FLUXLIKE_* name in the code is in env's lists, and only runtime/env.py gets at the environment for them."""
     from fluxlike.runtime import env

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..ops import library_collectives  # noqa: F401  registers ops that a saved graph may name
 from .embedding import Embedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .styles import ColwiseParallel, RowwiseParallel, SharedGather

@@ -232,6 +232,8 @@ class Context(GroupContext):
 
     def choose(self, problem: choice.Problem) -> choice.Choice:
         """How calls of this problem are made; all ranks come to the same."""
+        if self.transport == "stream_k":
+            raise ValueError(f"{self.op}: schedule='stream_k' makes every call in one way, so its contexts have no choice")
         if self._used is None:
             return choice.choose(problem, self.transport, self.tuned.table)
         why = choice.why_not(problem, self._used)
