@@ -233,9 +233,9 @@ def odd_choices(group):
                 elif choice.why_not(ctx.problem(rows, n * size, k), used) is None:
                     ns = [n - 8 * rank for rank in range(size)]
                     AGCase(rows, ns, k, dtype, seed).check(ctx, group, used.transport, return_gathered=used.subs > 1)
-    with fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule="stream_k") as ctx:
-        with pytest.raises(ValueError, match="makes every call in one way"):
-            ctx.choose(ctx.problem(m, n, k))
+    by_name = fluxlike.create_gemm_rs_context(m, n, dtype=dtype, group=group, schedule="stream_k")
+    with by_name as ctx, pytest.raises(ValueError, match="makes every call in one way"):
+        ctx.choose(ctx.problem(m, n, k))
 
 
 def odd_choices_with_slow_copies(group):
