@@ -29,7 +29,7 @@ def closes_twice(group):
             call(ctx, 1)
             ctx.close()
             ctx.close()
-            for act in (partial(call, ctx, 2), ctx.check, partial(ctx.record, M=1)):
+            for act in (partial(call, ctx, 2), ctx.check, partial(ctx.record, M=1), ctx.begin("mine").__enter__):
                 said, _ = told(act, RuntimeError)
                 assert f"{op}: this context is closed" in said and f"create_{op}_context" in said, said
         ctx.close()
@@ -38,6 +38,21 @@ def closes_twice(group):
 
 def test_a_context_closed_twice():
     run_ranks(closes_twice, 3)
+
+
+def launches_outside(group):
+    """A kernel of the program's own is launched in a call, of which the peers know, or not at all."""
+    with make_context("gemm_rs", "in_kernel", group) as ctx:
+        ctx.start("in_kernel")  # no `with`, so it begins nothing
+        said, _ = told(lambda: ctx.launch(None, 1, (), {}, None), RuntimeError)
+        assert "gemm_rs: a launch outside of a call" in said and "`with ctx.start(...)`" in said and not ctx.stats["launches"], said
+        call(ctx, 1)
+        assert ctx.stats["calls"] == 1
+    works(group)
+
+
+def test_a_launch_outside_of_a_call():
+    run_ranks(launches_outside, 2)
 
 
 def wait_for(pid: int) -> int:

@@ -174,7 +174,8 @@ fluxlike.init()
 with Context("mine", resolve(None), torch.float32, "in_kernel", flags=16, data=64) as ctx:
     first = torch.zeros(ctx.flags.numel(), dtype=ctx.flags.dtype)
     for flags in ([first] if "warm" in sys.argv else []) + [ctx.flags]:
-        ctx.launch(kernel, 1, (flags,), {}, Compiled(warps=4))
+        with ctx.begin("mine"):
+            ctx.launch(kernel, 1, (flags,), {}, Compiled(warps=4))
 fluxlike.finalize()
 """
 

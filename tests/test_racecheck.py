@@ -124,9 +124,9 @@ def push(group: Any, bug: str, calls: int = 5) -> bool:
         for call in range(calls):
             mine, theirs = (torch.full((m, n), float(call + r % ranks), dtype=torch.bfloat16) for r in (rank, rank + ranks - 1))
             y = torch.empty_like(mine)
-            ctx.start("in_kernel", TILE)
             args = (mine, y, ctx.data, ctx.flags, ctx.ctl, m, n, ctx.set_elements, rank)
-            ctx.launch(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE)
+            with ctx.start("in_kernel", TILE):
+                ctx.launch(push_kernel, 2, args, {"R": ranks, "BM": 16, "BUG": bug}, TILE)
             good &= torch.equal(y, mine + theirs)
     fluxlike.finalize()
     return good

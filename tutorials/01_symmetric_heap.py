@@ -88,8 +88,8 @@ def open_ring() -> Context:
 def lap(ctx: Context, lost_at: int = -1) -> torch.Tensor:
     """Send the token round once; returns what this rank received (after `check`, on a GPU)."""
     got = torch.zeros(1, dtype=torch.int64, device=ctx.device)
-    ctx.start("in_kernel", ONE_WARP)
-    ctx.launch(ring_kernel, 1, (ctx.data, ctx.flags, got, ctx.ctl, ctx.rank, lost_at), {"R": ctx.size}, ONE_WARP)
+    with ctx.start("in_kernel", ONE_WARP):
+        ctx.launch(ring_kernel, 1, (ctx.data, ctx.flags, got, ctx.ctl, ctx.rank, lost_at), {"R": ctx.size}, ONE_WARP)
     return got
 
 

@@ -86,9 +86,9 @@ def push_kernel(x, y, data, flags, ctl, M, N, slot_stride, rank, R: tl.constexpr
 def push(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     """x of this rank plus x of its left neighbour."""
     y = torch.empty_like(x)
-    ctx.start("in_kernel", TILE)
     args = (x, y, ctx.data, ctx.flags, ctx.ctl, *x.shape, ctx.set_elements, ctx.rank)
-    ctx.launch(push_kernel, ctx.max_flags, args, {"R": ctx.size, "BM": TILE.bm, "BN": TILE.bn}, TILE)
+    with ctx.start("in_kernel", TILE):
+        ctx.launch(push_kernel, ctx.max_flags, args, {"R": ctx.size, "BM": TILE.bm, "BN": TILE.bn}, TILE)
     return y
 
 

@@ -82,9 +82,9 @@ def smooth_kernel(x, y, halo, flag, ctl, N, rank, R: tl.constexpr, BLOCK: tl.con
 def smooth(ctx: Context, x: torch.Tensor, order: str) -> torch.Tensor:
     """The mean of each number and the one before it, round the ring of all ranks."""
     y = torch.empty_like(x)
-    ctx.start("in_kernel", ONE_PROGRAM)
     args = (x, y, ctx.data, ctx.flags, ctx.ctl, len(x), ctx.rank)
-    ctx.launch(smooth_kernel, 1, args, {"R": ctx.size, "BLOCK": 1024, "ORDER": order}, ONE_PROGRAM)
+    with ctx.start("in_kernel", ONE_PROGRAM):
+        ctx.launch(smooth_kernel, 1, args, {"R": ctx.size, "BLOCK": 1024, "ORDER": order}, ONE_PROGRAM)
     return y
 
 

@@ -88,6 +88,8 @@ class GroupContext(Held):
         self.device = self.world.device
         self.stats = {"calls": 0, "launches": 0, "direct": 0, "products": 0}
         self.last_path = ""
+        #: Whether a call is being made.
+        self._calling = False
         self.closed = False
         #: Whether a CUDA graph holds calls of it, as far as `kept` knows.
         self.captured = False
@@ -197,7 +199,7 @@ class GroupContext(Held):
             for wait in tuple(self.world.ahead):
                 wait()
             self.stats["calls"] += 1
-            self.last_path = call.path
+            self.last_path, self._calling = call.path, True
         except BaseException as error:  # the peers have seen it
             self._broken(error)
             raise
@@ -235,13 +237,14 @@ class GroupContext(Held):
             self.stats["products"] += 1
 
     def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled) -> None:
-        """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again."""
+        """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again.
+
+        RuntimeError outside of a call: its peers would not know of it, and nothing would order it behind the one before.
+        """
+        if not self._calling:
+            raise RuntimeError(f"{self.op}: a launch outside of a call of its context; make it in `with ctx.start(...)`")
         self.stats["launches"] += 1
-        try:
-            self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
-        except BaseException as error:
-            self._broken(error)
-            raise
+        self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
 
     def prepare(
         self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled, varying: tuple[int, ...]
@@ -490,6 +493,7 @@ class Begun:
         self.context._enter(self._call)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.context._calling = False
         if error is not None:
             self.context._broken(error)
 
