@@ -18,7 +18,20 @@ import fluxlike
 pytest.importorskip("rich")
 
 from fluxlike.ops import tuning
-from fluxlike.tools import bench, bench_bursts, bench_problems, bench_reduce, bench_report, links, once, soak, trace, tune
+from fluxlike.tools import (
+    bench,
+    bench_bursts,
+    bench_collectives,
+    bench_problems,
+    bench_reduce,
+    bench_report,
+    bench_sparse,
+    links,
+    once,
+    soak,
+    trace,
+    tune,
+)
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed
 from fluxlike.tools.bench_problems import parse_shapes
@@ -450,6 +463,23 @@ def test_no_run_writes_over_the_record_of_another(tmp_path):
             names.append(report.save(tmp_path).stem)
     ranks = [f"R4{nodes}{dtype}" for dtype in ("", "-float32") for nodes in ("", "-nodes2", "-nodes4", "", "-shared2", "")]
     assert names == [f"gemm_rs-custom-{one}-eager" for one in ranks]
+
+
+def test_what_stood_in_the_place_of_a_record_is_told(tmp_path, capsys):
+    for said in ("", ", in place of the one that was there"):
+        voice = Voice(loud=True)
+        voice.save(made_up(), tmp_path)  # as behind each shape
+        voice.report([made_up()], tmp_path)
+        assert f"written: {tmp_path / made_up().name}.json{said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [(Report, "auto"), (bench_collectives.Report, "auto"), (bench_bursts.Report, "list"), (bench_sparse.Report, "exact")],
+)
+def test_the_method_that_is_behind_is_told_so(kind, method):
+    said = {name: bench_report._note(Row(name), 0.33, kind.judged) for name in ("torch", "auto", "list", "exact")}
+    assert said.pop(method) == "behind the best peer (0.33×)" and not any(said.values())
 
 
 def test_the_stamp():

@@ -540,6 +540,22 @@ def test_the_shipped_kernels_from_the_command_line(jobs: str, capsys: pytest.Cap
     ]
 
 
+def test_json_of_a_program_is_json_alone(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.setattr(lint, "launches_of", lambda file, args: (print("what the program says"), (0, []))[1])
+    assert lint.main(["--sm", "90", "--json", str(tmp_path / "x.py")]) == 2  # it launched no kernel
+    said = capsys.readouterr()
+    assert json.loads(said.out)["reports"] == [] and "what the program says" in said.err
+
+
+@pytest.mark.parametrize("more", (["--case", "gemm_rs"], ["--jobs", "2"]))
+def test_what_is_not_for_a_program(tmp_path, more, capsys) -> None:
+    (tmp_path / "x.py").write_text("")
+    with pytest.raises(SystemExit) as leaving:
+        lint.main([*more, str(tmp_path / "x.py")])
+    assert leaving.value.code == 2 and "are for the kernels of fluxlike; leave them out with a FILE" in capsys.readouterr().err
+
+
 def test_a_missing_file_is_said() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fluxlike", "lint", "no_such.py"], capture_output=True, text=True, cwd=ROOT, check=False

@@ -54,12 +54,14 @@ def test_ways_take_turns(monkeypatch, cuda):
     assert made[4][0] != made[6][0], "the same one was first in both rounds that count"
 
 
-def test_a_record_has_the_environment(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ranks", "said"), [("", ""), ("2", "--nproc 2 ")])
+def test_a_record_has_the_environment(tmp_path, monkeypatch, ranks, said):
     monkeypatch.setattr(sys, "argv", ["x.py", "--layers", "2"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks) if ranks else monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     turns.record(tmp_path / "new" / "x.json", "tutorials/x.py", {"ms": {"ours": 1.5}})
     found = json.loads((tmp_path / "new" / "x.json").read_text())
     assert found["ms"] == {"ours": 1.5}
-    assert found["environment"]["command"] == "bash scripts/launch.sh tutorials/x.py --layers 2"
+    assert found["environment"]["command"] == f"bash scripts/launch.sh {said}tutorials/x.py --layers 2"
     assert found["environment"]["versions"]["torch"] and found["environment"]["fluxlike"]
 
 

@@ -259,7 +259,7 @@ def main(args: argparse.Namespace) -> int:
     off = {}
     for name, trained in found.items():
         pairs = zip(trained.weights, dense.weights, strict=True)
-        off[name] = max(float((mine - right).abs().max()) for mine, right in pairs) / largest
+        off[name] = float(torch.stack([(mine - right).abs().max() for mine, right in pairs]).max()) / largest  # NaN, too
         say(f"{name:<8} {trained.ms:>10.3f} {trained.ms / ours.ms:>8.2f}   {off[name]:.1e}")
     if args.out is not None and rank == 0:
         say(draw(found, device.type == "cuda", Path(args.out) / "word2vec.png"))

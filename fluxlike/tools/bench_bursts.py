@@ -77,6 +77,8 @@ class Report(bench_reduce.Report):
     def columns(self) -> Sequence[str]:
         return ("reductions", *super().columns()[1:])
 
+    judged = "list"
+
     def behind(self, result: Result) -> float | None:
         return self.derived(result).get("list", Reached()).over_best
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .. import __version__
 
@@ -150,6 +150,9 @@ def ranks_name(ranks: int, dtype: str, stamp: Mapping[str, Any]) -> str:
 @dataclass
 class Report:
     """All results of one mode, and how they were got."""
+
+    #: The method that `behind` is about.
+    judged: ClassVar[str] = "auto"
 
     op: str
     suite: str
@@ -284,9 +287,9 @@ def cell(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def _note(row: Row, behind: float | None) -> str:
+def _note(row: Row, behind: float | None, judged: str) -> str:
     parts = [row.path, row.note]
-    if row.method == "auto" and behind is not None and behind < TOLERATED:
+    if row.method == judged and behind is not None and behind < TOLERATED:
         parts.append(f"behind the best peer ({behind:.2f}×)")
     return "; ".join(filter(None, parts))
 
@@ -309,7 +312,7 @@ def table(report: Report) -> Any:
                 *report.cells(row, derived[row.method]),
                 cell(row.host_us, ".0f"),
                 f"{row.error / row.allowed:.2f}" if known else NONE,  # type: ignore[operator]
-                importlib.import_module("rich.text").Text(_note(row, behind)),
+                importlib.import_module("rich.text").Text(_note(row, behind, report.judged)),
                 end_section=i == len(result.rows) - 1,
             )
     return made
@@ -426,6 +429,9 @@ class Voice:
     def __init__(self, loud: bool) -> None:
         self.console: Any = None
         self.unwritten: set[str] = set()
+        #: Files that were there before, and those that this run has written.
+        self.replaced: set[Path] = set()
+        self._begun: set[Path] = set()
         if loud:
             terminal = sys.stdout.isatty()
             self.console = importlib.import_module("rich.console").Console(width=None if terminal else 200)
@@ -446,10 +452,14 @@ class Voice:
 
     def save(self, report: Report, out: Path) -> Path | None:
         """The JSON that was written; None, which is said, if it could not be, after which the run goes on to its table."""
+        path = out / f"{report.name}.json"
+        if path not in self._begun and path.exists():
+            self.replaced.add(path)
+        self._begun.add(path)
         try:
             return report.save(out)
         except OSError as error:
-            self._unwritten(out / f"{report.name}.json", error)
+            self._unwritten(path, error)
             return None
 
     def draw(self, report: Report, path: Path) -> bool:
@@ -479,6 +489,7 @@ class Voice:
                 self.say(line)
             if out:
                 path = self.save(report, out)
-                self.say(f"written: {path}") if path else None
+                if path:
+                    self.say(f"written: {path}{', in place of the one that was there' if path in self.replaced else ''}")
                 whole = bool(self.draw(report, out / f"{report.name}.png") and path and whole)
         return whole

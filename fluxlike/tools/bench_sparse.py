@@ -143,6 +143,8 @@ class Report(bench_report.Report):
             bench_report.cell(derived.over_limit, ".2f"),
         ]
 
+    judged = "exact"
+
     def behind(self, result: Result) -> float | None:
         """Speed of exact over the best of the others."""
         times = self.times(result)

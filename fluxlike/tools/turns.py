@@ -6,6 +6,7 @@ round that does not count. A round's time is that of the slowest rank. On the CP
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -69,6 +70,7 @@ def median(ms: list[float]) -> float | None:
 def record(path: Path, script: str, facts: Mapping[str, Any]) -> None:
     """Write ``facts`` of a run of ``script``, and the environment, as JSON. For rank 0."""
     stamp = environment([])
-    stamp["command"] = shlex.join(["bash", "scripts/launch.sh", script, *sys.argv[1:]])
+    ranks = ["--nproc", os.environ["LOCAL_WORLD_SIZE"]] if "LOCAL_WORLD_SIZE" in os.environ else []
+    stamp["command"] = shlex.join(["bash", "scripts/launch.sh", *ranks, script, *sys.argv[1:]])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, "environment": stamp}, indent=1) + "\n", encoding="utf-8")

@@ -113,12 +113,15 @@ def main(argv: list[str]) -> int:
             parser.error(f"--sm {number}: how much shared memory it has is not known here, but of {', '.join(map(str, SHARED))}")
     if asked.jobs is not None and asked.jobs < 1:
         parser.error(f"--jobs {asked.jobs} is below 1; leave it out for one a core")
+    if asked.file is not None and (asked.case or asked.jobs):
+        parser.error("--case and --jobs are for the kernels of fluxlike; leave them out with a FILE")
     capabilities = [int(number) for number in asked.sm.split(",")]
     status = 0
     if asked.file is None:
         coming = check_all(capabilities, asked.case, asked.jobs)
     elif os.path.isfile(asked.file):
-        status, launches = launches_of(asked.file, asked.args)
+        with contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext():
+            status, launches = launches_of(asked.file, asked.args)
         coming = (check_launch(launch, capability) for launch in launches for capability in capabilities)
     else:
         parser.error(f"there is no file {asked.file}")
