@@ -540,6 +540,31 @@ def test_calls_keep_their_order_in_inductor():
     assert run_ranks(ordered, 2) == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
 
 
+def apart(group):
+    """The gathered tensor, beside the whole that the program has made of it, which is a copy also where the same rows are."""
+    ranks = dist.get_world_size(group)
+
+    def program(x, w):
+        y = functional.all_gather_tensor_autograd(x, 0, group)
+        return F.linear(torch.cat(y.chunk(ranks), 1), w), y
+
+    compilable()
+    tp, found = AsyncTP(), []
+    for run in (program, torch.compile(program, fullgraph=True, options=tp.options)):
+        x, w = (numbers(shape, 7).requires_grad_() for shape in ((1, 4, K), (8, K)))
+        z, y = run(x, w)
+        y.detach().mul_(0)  # the caller's own by now
+        z.sum().backward()
+        found.append((z, w.grad, x.grad))
+    assert tp.replaced >= 1, str(tp)
+    for actual, wanted in zip(*found, strict=True):
+        close(actual, wanted, "apart")
+
+
+def test_what_is_gathered_and_its_whole_are_two_tensors():
+    run_ranks(apart, 2)
+
+
 def threaded(group):
     """A token goes through all calls; what nobody uses stays, and equal calls stay two."""
     from torch._functorch.compile_utils import fx_graph_cse

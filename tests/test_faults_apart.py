@@ -431,6 +431,56 @@ def test_the_same_handler_on_all_ranks(late, own):
     run_ranks(handles, 2, late=late, own=own)
 
 
+def refuses_the_first(group, late, close):
+    """As above, where the call that one rank refuses would have made the context for such calls, and so begun with a meeting."""
+    fluxlike.init(heap="shm", heap_bytes=8 << 20)
+    rank, x, w = group.rank(), torch.ones(8, 16), torch.ones(8, 16)
+    ctx = fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32)
+    if rank == late:
+        time.sleep(0.5)
+    with pytest.raises(ValueError, match="float64" if rank == 0 else "this rank refused"):
+        fluxlike.gemm_rs(x if rank else x.double(), w)
+    if close:
+        ctx.close()
+    ctx = fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32)
+    for made in (ctx, None):
+        assert torch.equal(fluxlike.gemm_rs(x, w, made), torch.full((4, 8), 32.0))
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_same_handler_where_a_first_call_is_refused(late, close):
+    for outcome in run_fresh(refuses_the_first, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, late=late, close=close):
+        assert outcome.ok, str(outcome)
+
+
+def differs_behind(group, late):
+    """Both refuse a call, and then one makes another and one a context: that they differ is told to both, and at once."""
+    fluxlike.init(heap="shm", heap_bytes=8 << 20)
+    rank, x, w = group.rank(), torch.ones(8, 16), torch.ones(8, 16)
+
+    def make():
+        return fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32)
+
+    ctx = make()
+    with pytest.raises(ValueError, match="float64"):
+        fluxlike.gemm_rs(x.double(), w, ctx)
+    dist.barrier(group)
+    if rank == late:
+        time.sleep(0.5)
+    said, took = told(lambda: make() if rank == 0 else fluxlike.gemm_rs(x, w, ctx), fluxlike.CallMismatch)
+    assert "at 'create_gemm_rs_context'" in said and took < 5, said
+    assert torch.equal(fluxlike.gemm_rs(x, w, make()), torch.full((4, 8), 32.0))
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_differs_behind_a_refused_call(late):
+    for outcome in run_fresh(differs_behind, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, late=late):
+        assert outcome.ok, str(outcome)
+
+
 def an_unknown_id(group):
     """Rank 1 looks up an id that its table does not have, in a forward pass that begins the exchange of ids."""
     if device().type == "cuda":

@@ -435,6 +435,10 @@ def refused(group):
         ("name two or more", lambda: layers.SharedGather("gate")),
         ("ModuleDict has no 'up'; names are of layers in", lambda: parallelize_module(
             nn.ModuleDict({"gate": nn.Linear(4, size)}), mesh, layers.SharedGather("gate", "up"))),
+        ("gate and up are one layer, which would be called twice", lambda: parallelize_module(
+            nn.ModuleDict(dict.fromkeys(("gate", "up"), nn.Linear(4, size))), mesh, layers.SharedGather("gate", "up"))),
+        ("gate and gate are one layer", lambda: parallelize_module(
+            nn.ModuleDict({"gate": nn.Linear(4, size)}), mesh, layers.SharedGather("gate", "gate"))),
         ("gate has in_features=4 and up in_features=8", lambda: parallelize_module(
             nn.ModuleDict({"gate": nn.Linear(4, size), "up": nn.Linear(8, size)}), mesh, layers.SharedGather("gate", "up"))),
         ("Conv1d, it must be an nn.Linear", lambda: layers.ColumnParallelLinear.from_linear(nn.Conv1d(1, 1, 1), group=group)),

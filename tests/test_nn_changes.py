@@ -109,6 +109,44 @@ def test_what_waits_is_not_taken_behind_a_change_of_weights():
 
 
 @on_device
+def put_in_place(group):
+    """Nor where other weights stand in the place of those, as by torch.func, or where they, or the input, want gradients by now."""
+    ours, shard, _ = styled(group, shared=True)
+    for parameter in ours.parameters():
+        parameter.requires_grad_(False)
+    zeros = {name: torch.zeros_like(p) for name, p in ours.up.named_parameters()}
+    right, before = (ours.gate(shard), ours.up(shard))[1], ours.up.weight
+
+    def by_others():
+        return torch.func.functional_call(ours.up, zeros, (shard,))
+
+    def replaced():
+        ours.up.weight = nn.Parameter(zeros["weight"])
+        return ours.up(shard)
+
+    def wanting():
+        ours.up.weight.requires_grad_()
+        return ours.up(shard)
+
+    for change in (by_others, replaced, wanting):
+        ours.gate(shard)
+        with pytest.raises(ValueError, match="up was called with weights that were changed since gate was called"):
+            change()
+        ours.up.weight = before
+        before.requires_grad_(False)
+    ours.gate(shard)
+    with pytest.raises(ValueError, match="up was called with a tensor that was changed since gate was called"):
+        ours.up(shard.requires_grad_())
+    shard.requires_grad_(False)
+    assert torch.equal((ours.gate(shard), ours.up(shard))[1], right)
+    assert not ours.gate.shared.states and ours.gate.shared.input is None
+
+
+def test_what_waits_is_not_taken_by_other_weights():
+    run_ranks(put_in_place, 2)
+
+
+@on_device
 def of_another_rank(group):
     """A layer that another rank has pickled has that rank's part of the weights."""
     rank, linear = dist.get_rank(group), nn.Linear(HIDDEN, INNER)

@@ -219,6 +219,14 @@ def test_numbers_and_arrays_of_numpy():
     assert again == matrix
 
 
+def test_a_part_of_any_matrix_is_one():
+    """A port may be as large as all links together, of which a part has fewer."""
+    bandwidth = [[1e6 * (i != j) for j in range(8)] for i in range(8)]
+    for matrix in (LinkMatrix(bandwidth), LinkMatrix(bandwidth, port=[8e6] * 8)):
+        part = matrix.part([5, 2])
+        assert len(part) == 2 and max(part.port) <= 2e6 and len(plan_trees(part)) == 2
+
+
 def test_what_is_no_matrix_and_what_is_too_large():
     with pytest.raises(ValueError, match="from_array"):
         plan_trees([[0, 2], [2, 0]])

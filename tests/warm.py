@@ -1,6 +1,5 @@
 """What the server that ranks are forked from does once, and so no rank again: imports, and the Python functions of all kernels."""
 
-import gc
 import importlib
 import pkgutil
 
@@ -24,6 +23,3 @@ for _, name, _ in pkgutil.iter_modules(fluxlike.kernels.__path__, "fluxlike.kern
         if isinstance(member, JITFunction):
             interpreter._interpreted(member.fn)
 interpreter._patches()
-# Ranks look through what they make themselves only, not through all this.
-gc.collect()
-gc.freeze()

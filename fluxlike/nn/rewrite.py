@@ -246,10 +246,12 @@ def _put_ag_gemm(
         news.append(rewrite.reshaped(z, shape(product.node)))
     if keep:
         gathered = rewrite.add(operator.getitem, results, len(products))
-        rows, new = rewrite.reshaped(gathered, shape(chain[1])), rewrite.whole(gathered, sizes, dim, ranks)
+        is_copy = _elsewhere(chain) and all(equal(size, 1) for size in sizes[:dim])  # and may be written to: it stays one
+        rows = rewrite.reshaped(gathered, shape(chain[1]))
+        if not is_copy:
+            whole.replace_all_uses_with(rewrite.whole(gathered, sizes, dim, ranks))
         if _elsewhere(chain):
             chain[1].replace_all_uses_with(rows)
-        whole.replace_all_uses_with(new)
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
         rewrite.graph.erase_node(product.node)

@@ -6,7 +6,7 @@ forward: torch gathers, then multiplies, or multiplies, then scatters; these do 
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -131,6 +131,12 @@ class SharedGather(ColwiseParallel):
                 raise ValueError(
                     f"fluxlike.nn.SharedGather: {self.names[0]} has in_features={widths[0]} and {name} in_features={width}; layers "
                     "that share a gather have one input, else give each a ColwiseParallel of its own"
+                )
+        for name, layer in zip(self.names, found, strict=True):
+            first = self.names[next(i for i, other in enumerate(found) if other is layer)]
+            if first != name or self.names.count(name) > 1:
+                raise ValueError(
+                    f"fluxlike.nn.SharedGather: {first} and {name} are one layer, which would be called twice; name each layer once"
                 )
         for layer in found:  # all of them, before the first is changed
             self._check(layer, device_mesh, "out_features", ("weight", "bias"))
@@ -266,7 +272,7 @@ class _Shared:
         self.layers, self.names = list(layers), list(names)
         self.input: torch.Tensor | None = None
         #: For each layer, of the input and its parameters, when the products were made.
-        self.versions: dict[str, list[int | None]] = {}
+        self.states: dict[str, list[_State]] = {}
         #: Whether gradients were recorded then.
         self.recorded = False
         self.first = ""
@@ -274,11 +280,11 @@ class _Shared:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a forward that was ended in between has left: results of a graph cannot be copied."""
-        return vars(self) | {"input": None, "waiting": {}}
+        return vars(self) | {"input": None, "waiting": {}, "states": {}}
 
     def drop(self, *_: Any) -> None:
         """Nothing waits any more."""
-        self.input, self.waiting = None, {}
+        self.input, self.waiting, self.states = None, {}, {}
 
     def take(self, layer: _Colwise, x: torch.Tensor) -> torch.Tensor:
         name = next((name for name, other in zip(self.names, self.layers, strict=True) if other is layer), None)
@@ -292,7 +298,7 @@ class _Shared:
             self.waiting = {}
             self.waiting = dict(zip(self.names, layer.products(x, self.layers), strict=True))
             self.input, self.first, self.recorded = x, name, torch.is_grad_enabled()
-            self.versions = {name: _state(x, layer) for name, layer in zip(self.names, self.layers, strict=True)}
+            self.states = {name: _states(x, layer) for name, layer in zip(self.names, self.layers, strict=True)}
         elif (how := self._unlike_first(layer, name, x)) is not None:
             self.drop()
             raise ValueError(
@@ -301,7 +307,7 @@ class _Shared:
             )
         result = self.waiting.pop(name)
         if not self.waiting:
-            self.input = None
+            self.drop()
         return result
 
     def _unlike_first(self, layer: _Colwise, name: str, x: torch.Tensor) -> str | None:
@@ -310,11 +316,10 @@ class _Shared:
             return f"with another tensor than {self.first}"
         if name not in self.waiting:
             return f"again, before {', '.join(self.waiting)} took theirs"
-        now, then = _state(x, layer), self.versions[name]
-        if now and then and now != then:
-            if now[0] != then[0]:
-                return f"with a tensor that was changed since {self.first} was called with it"
-            return f"with weights that were changed since {self.first} was called"
+        changed = [now.is_unlike(then) for now, then in zip(_states(x, layer), self.states[name], strict=False)]
+        if any(changed):
+            what = f"weights that were changed since {self.first} was called"
+            return f"with {f'a tensor that was changed since {self.first} was called with it' if changed[0] else what}"
         if self.recorded != torch.is_grad_enabled():
             return f"with gradients on or off, unlike {self.first}"
         if self.waiting[name].dtype != autocast_dtype(x, x.device.type):
@@ -322,8 +327,22 @@ class _Shared:
         return None
 
 
-def _state(x: torch.Tensor, layer: nn.Module) -> list[int | None]:
-    return _versions([x, *layer._parameters.values()])
+class _State(NamedTuple):
+    """A tensor, whether it wants a gradient, and what torch counts up when something is written into it."""
+
+    tensor: torch.Tensor | None
+    wants: bool
+    version: int | None
+
+    def is_unlike(self, other: "_State") -> bool:
+        return self.tensor is not other.tensor or self[1:] != other[1:]
+
+
+def _states(x: torch.Tensor, layer: nn.Module) -> list[_State]:
+    """Of the input of a layer and of its parameters; nothing in what is compiled."""
+    tensors = [x, *layer._parameters.values()]
+    states = zip(tensors, _versions(tensors), strict=False)
+    return [_State(t, t is not None and t.requires_grad, version) for t, version in states]
 
 
 def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:

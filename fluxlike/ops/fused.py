@@ -130,7 +130,7 @@ def unfit(
 def gains(m: int, weight: torch.Tensor) -> bool:
     """Whether calls that gather so many rows take the gather and the first product in one kernel, where nothing else is asked for.
 
-    Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are up to 14 % slower in a graph, but
+    Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are up to 18 % slower in a graph, but
     ahead of torch and NCCL there, too, and without one, where the host decides, they would be behind these by torch's product, or
     up to 8 % ahead (docs/measured/2026-11-28-waits.md, 2026-11-28-more-rows.md). One way for both, as a call has the same bits in
     a graph and outside.

@@ -100,6 +100,8 @@ def context(make: Callable[[], Any], shape: tuple[int, int | None, int | None], 
     trials = _Trials(ctx, make, sample)
     try:
         times = trials.measure(shortlist(problem))
+    except PeerTimeout:
+        raise
     except (RuntimeError, ValueError):  # on all ranks: nobody else has the context
         with contextlib.suppress(ValueError, PeerTimeout):
             trials.ctx.close()

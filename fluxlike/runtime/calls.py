@@ -17,8 +17,8 @@ ranks that fail stop at different places. What it wrote before is still true. Th
 number again.
 
 *Refused calls.* A rank that refuses a call by an error of its own writes that, too. Peers that have made theirs by then, it sees,
-and is frozen; those that make theirs later see it, and are. So if it comes to a meeting next, as to make a new context, nobody
-need be told any more; in its next call it is told by `CallMismatch`.
+and is frozen; those that make theirs later see it, and are told. So if it comes to a meeting next, as to make a new context, it
+need not be told that they differ there, and waits for those that are; in its next call it is told by `CallMismatch`.
 
 Nothing here is exact about memory order across processors: an entry that differs is read again, later, before it counts.
 """
@@ -48,6 +48,7 @@ _HEADER = 64
 _BOARD = _HEADER + RING * _ENTRY.size
 _SETTLE_S = 2e-3
 _AHEAD = 16  # entries that a rank can write between a meeting and the next
+_REFUSED = "that this rank refused by an error of its own"
 
 
 class Member(Protocol):
@@ -90,6 +91,8 @@ class CallBoard:
         self.frozen = False
         #: Whether the last that this rank did was to refuse a call, and it saw no peer that had made it.
         self._refused = False
+        #: Whether the error of the last meeting is of a call that this rank refused, by an error that told it.
+        self.knows = False
         #: Contexts made so far on this group, the same number on all ranks.
         self.made = 0
         #: How often the ranks have been brought into step again, the same number on all of them.
@@ -113,7 +116,7 @@ class CallBoard:
     def refuse(self, op: str) -> None:
         """This rank has refused a call of ``op``, and raises why."""
         with contextlib.suppress(CallMismatch):
-            self.call(f"a call of {op} that this rank refused by an error of its own")
+            self.call(f"a call of {op} {_REFUSED}")
         self._refused = not self.frozen
 
     def goes_on(self) -> None:
@@ -132,19 +135,26 @@ class CallBoard:
         """While this rank waits at a meeting: the error when another makes a call instead. One that makes the call that this rank
         refused is told so itself, and comes then.
         """
-        found = None if self.frozen or self._refused else self._look()
-        return self._error(found) if found is not None and found.kind == CALL else None
+        found = None if self.frozen else self._look()
+        if found is None or found.kind != CALL or (self._refused and found.texts[0].endswith(_REFUSED)):
+            return None
+        return self._error(found)
 
     def diagnose(self) -> CallMismatch | None:
         """Why a wait may have failed: the difference between two ranks that is on the boards, if there is one."""
-        return self._pairs([self._last(rank) for rank in range(len(self._ranks))], [False] * len(self._ranks))
+        nobody = [False] * len(self._ranks)
+        found = self._pairs([self._last(rank) for rank in range(len(self._ranks))], nobody, nobody)
+        return None if found is None else self._error(found)
 
-    def _pairs(self, last: list[int], told: list[bool]) -> CallMismatch | None:
-        """The error of the first two ranks that differ, not both ``told`` before, as far as their ``last`` entries."""
+    def _pairs(self, last: list[int], told: list[bool], refusing: list[bool]) -> Difference | None:
+        """The first two ranks that differ, as far as their ``last`` entries, one of which must be told: it neither was ``told``
+        before nor has refused there what the other did."""
         for a, b in itertools.combinations(range(len(self._ranks)), 2):
             found = None if told[a] and told[b] else self._differ(a, b, min(last[a], last[b]))
-            if found is not None:
-                return self._error(found)
+            if found is not None and not all(
+                told[rank] or (refusing[rank] and text.endswith(_REFUSED)) for rank, text in zip((a, b), found.texts, strict=True)
+            ):
+                return found
         return None
 
     def _write(self, text: str, kind: int) -> None:
@@ -250,21 +260,24 @@ class CallBoard:
         Raises CallMismatch on all of them if a rank made other calls than another and has not been told so.
         """
         equal = len({state[:2] for state in states}) == 1
-        refused, self._refused = self._refused, False
+        refused, self._refused, self.knows = self._refused, False, False
         if equal and len(what) == 1 and not any(frozen for _, _, frozen, *_ in states):
             return
         error: CallMismatch | None = None
         # A rank that is not frozen has written that it came here. All must judge alike, therefore not by what the boards say by
         # now, nor by entries that a rank which is through here may overwrite.
         last = [number + (not frozen) for number, _, frozen, *_ in states]
-        told = [frozen or refusing for _, _, frozen, _, refusing in states]
+        told, refusing = [frozen for _, _, frozen, *_ in states], [refusing for *_, refusing in states]
         if not equal:
             near = max(last) - min(last) < RING - _AHEAD
-            error = self._pairs(last, told) if near else None
-            if error is None and not any(told):
-                error = self._error(f"the ranks have made different calls before '{what.pop()}'")
-            if error is None and refused and near:  # its error has told it, but it still has contexts that the others' has ended
-                self._pairs(last, [False] * len(states))
+            found: Difference | str | None = self._pairs(last, told, refusing) if near else None
+            if found is None and not any(told) and not any(refusing):
+                found = f"the ranks have made different calls before '{what.pop()}'"
+            if found is not None:
+                error = self._error(found)
+                self.knows = refused and isinstance(found, Difference) and any(text.endswith(_REFUSED) for text in found.texts)
+            elif refused and near and (known := self._pairs(last, *[[False] * len(states)] * 2)) is not None:
+                self._error(known)  # its own has told it, but it still has contexts that the others' have ended
         self.mended += 1
         self._number = self._floor = max(last)
         self._chain, self.made, self.frozen = 0, max(made for _, _, _, made, _ in states), False

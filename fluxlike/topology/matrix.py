@@ -152,7 +152,8 @@ class LinkMatrix:
             raise ValueError(f"order {order} must name different GPUs, of 0 to {len(self) - 1}")
         bandwidth = tuple(tuple(self.bandwidth[i][j] for j in order) for i in order)
         kind = tuple(tuple(self.kind[i][j] for j in order) for i in order)
-        return replace(self, bandwidth=bandwidth, kind=kind, port=tuple(self.port[i] for i in order))
+        port = tuple(min(self.port[i], FASTEST * len(order)) for i in order)  # among fewer, a smaller one is no limit either
+        return replace(self, bandwidth=bandwidth, kind=kind, port=port)
 
 
 def named() -> LinkMatrix | None:

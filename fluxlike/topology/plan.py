@@ -82,7 +82,7 @@ def plan_trees(
 def trees_for(matrix: LinkMatrix, elements: int, **options: object) -> list[Tree]:
     """The trees for an array: one rooted at GPU 0 up to FLUXLIKE_TREE_ARRAY_BOUND elements, beyond one for each GPU and slice.
 
-    ``options`` are `plan_trees`'.
+    ``options`` are `plan_trees`', but for its k.
     """
     if elements < 1:
         raise ValueError(f"elements={elements} is below 1")
