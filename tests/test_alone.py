@@ -99,3 +99,12 @@ def test_several_at_once_are_refused(monkeypatch, capsys):
     said = capsys.readouterr()
     assert end.value.code == 2 and said.out == ""
     assert "alone plays its rank in one process, and WORLD_SIZE=2; start it by python, without scripts/launch.sh" in said.err
+
+
+def test_what_is_refused_says_why():
+    x, w = torch.ones(8, 8), torch.ones(8, 8)
+    with alone.playing(2) as device:
+        with pytest.raises(ValueError, match="their second sizes"):
+            fluxlike.gemm_rs(x.to(device), torch.ones(8, 7, device=device))
+        with fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32) as ctx, pytest.raises(ValueError, match="float16"):
+            fluxlike.gemm_rs(x.half().to(device), w.half().to(device), ctx)

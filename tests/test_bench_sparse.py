@@ -126,6 +126,17 @@ def test_no_order_of_tables(tmp_path):
     assert "it needs times" in bench_report.plot(report, tmp_path / "plot.png") and not list(tmp_path.iterdir())
 
 
+MORE = ("--suite decode", "--shapes 512", "--graph", "--rounds 3", "--iters 2", "--dtype float16", "--seconds 9")
+
+
+@pytest.mark.parametrize("more", MORE)
+def test_records_are_drawn_as_they_are(more, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        bench.main(["all_reduce", "--plot-records", "x.json", *more.split()])
+    assert leaving.value.code == 2
+    assert f"--plot-records measures nothing, so it takes no {more.split()[0]};" in capsys.readouterr().err
+
+
 def plot_records(paths, out):
     return bench.main(["sparse_all_reduce", "--out", str(out), "--plot-records", *map(str, paths)])
 

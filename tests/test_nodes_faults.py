@@ -12,6 +12,7 @@ from emulated_puts import start
 from ranks import device, run_fresh
 
 import fluxlike
+from fluxlike.runtime import world
 from fluxlike.runtime.errors import CallMismatch
 
 
@@ -228,4 +229,27 @@ def unfit(group):
 
 def test_a_call_behind_one_that_ended():
     for outcome in run_fresh(unfit, 4, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "9"}, heap="shm", timeout=60):
+        assert outcome.ok, str(outcome)
+
+
+def ends_in_between(group):
+    """Ctrl-C in finalize, with a context open: it is closed then, as one of a single node is."""
+    start()
+    ctx, x = fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32), torch.ones(8, 8)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    world.World._close_contexts = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        fluxlike.finalize()
+    assert ctx.closed and ctx.inner.closed
+    ctx.close()
+    for act in (ctx.check, lambda: fluxlike.gemm_rs(x, x, ctx)):
+        with pytest.raises(RuntimeError, match=r"this context is closed|not initialised"):
+            act()
+
+
+def test_an_interrupted_finalize():
+    for outcome in run_fresh(ends_in_between, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "9"}, timeout=60):
         assert outcome.ok, str(outcome)

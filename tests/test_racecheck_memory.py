@@ -97,6 +97,27 @@ def test_a_grid_of_more_programs_than_a_bank_has():
             interpreter.run(spread_kernel, (20, 2), x, SAME=32)
 
 
+@pytest.mark.parametrize("which", ("LOCK_EX", "LOCK_UN"))
+def test_an_interrupt_at_the_checker_s_lock(monkeypatch, which):
+    """It comes when the system call has been made; the lock is free behind it, for this thread and for others."""
+    real, how = raceshadow.fcntl.lockf, getattr(raceshadow.fcntl, which)
+
+    def interrupted(fd, asked):
+        real(fd, asked)
+        if asked == how:
+            monkeypatch.setattr(raceshadow.fcntl, "lockf", real)
+            raise KeyboardInterrupt
+
+    with checked_alone():
+        shadow = racecheck.active().shadow
+        monkeypatch.setattr(raceshadow.fcntl, "lockf", interrupted)
+        with pytest.raises(KeyboardInterrupt), shadow:
+            pass
+        assert not shadow.is_mine and not shadow._within.locked()
+        with shadow:
+            assert shadow.is_mine
+
+
 def test_a_grid_that_is_too_large_says_so():
     with checked_alone():
         x = torch.zeros(1, dtype=torch.int32)

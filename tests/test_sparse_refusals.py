@@ -143,6 +143,7 @@ def refusals(group, name):
     x = gradient([1, 1, 2], (5, 4))
     one = (fluxlike if name == "fast" else fluxlike.reference).sparse_all_reduce
     scattered = fluxlike.sparse_reduce_scatter
+    large = torch.sparse_coo_tensor([[3, 2**63 - 1]], [1.0, 1.0], (2**63 - 1,), check_invariants=False).to(device())
     with fluxlike.create_sparse_all_reduce_context((5, 4), 3, group=group) as ctx:
         for wrong, says in (
             (lambda: one(x.to_dense(), group=group), "torch.strided, it must be torch.sparse_coo; use fluxlike.all_reduce_"),
@@ -172,7 +173,8 @@ def refusals(group, name):
             (lambda: fluxlike.create_sparse_all_reduce_context((5,), 0, group=group), "max_nnz=0: all sizes"),
             (lambda: fluxlike.create_sparse_all_reduce_context((5, 4), 2, torch.int8, group), "dtype torch.int8"),
             (lambda: fluxlike.create_sparse_all_reduce_context((5, 4), 2, "float32", group), "dtype='float32' is not"),
-            (lambda: fluxlike.create_sparse_all_reduce_context((2**63, 4), 2, group=group), "rows at most, as their number"),
+            (lambda: fluxlike.create_sparse_all_reduce_context((2**63, 4), 2, group=group), "a table has 9223372036854775806 rows"),
+            (lambda: one(large, group=group), "sparse_dim=1: a table has 9223372036854775806 rows at most"),
         ):
             said, _ = told(wrong, ValueError)
             assert says in said, said

@@ -289,6 +289,9 @@ class NodesContext(Held):
         self.inner.unseen_failure()  # is raised here, if at all
         return None if failure is None else untraced(failure)
 
+    def abandon(self) -> None:
+        self.closed = True  # `inner`, which has the memory, is abandoned by itself
+
     def close(self) -> None:
         """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
         if self.world.is_forked:

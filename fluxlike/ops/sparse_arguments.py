@@ -16,8 +16,8 @@ SCATTER = "sparse_reduce_scatter"
 MODES = ("exact", "padded")
 #: Entries on a rank up to which the kernels' 32-bit numbers of keys, and of the steps from block to block, hold.
 MOST_ENTRIES = 1 << 30
-#: Rows of a table: their number is an int64, as ids are.
-MOST_ROWS = 2**63 - 1
+#: Rows of a table: ids are int64, and the largest of these ends a list of them.
+MOST_ROWS = 2**63 - 2
 #: Names of what may travel.
 WIRES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -65,11 +65,13 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
     device = world.current().device
     if x.device != device:
         raise ValueError(f"{name}: x is on {x.device}, this rank's heap is on {device}; use x.to({str(device)!r})")
-    width = math.prod(x.shape[x.sparse_dim() :])
+    width, rows = math.prod(x.shape[x.sparse_dim() :]), math.prod(x.shape[: x.sparse_dim()])
     if 0 in x.shape or x.sparse_dim() == 0:
         raise ValueError(
             f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, it has no rows, or they have no elements to add"
         )
+    if rows > MOST_ROWS:
+        raise ValueError(f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}: a table has {MOST_ROWS} rows at most")
     if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
         raise ValueError(f"{name}: max_nnz={max_nnz!r} is not a whole number above 0")
     if name == SCATTER and x.sparse_dim() != 1:

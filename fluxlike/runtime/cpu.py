@@ -113,6 +113,8 @@ class CpuCopyEngine:
 
     def _copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         for row in range(rows):
+            if self._cancelled.is_set():  # by an interrupt, behind which the program may free what is copied
+                return
             ctypes.memmove(to + row * pitch_to, source + row * pitch_source, width)
 
 
@@ -221,8 +223,8 @@ class CpuExecutor:
         try:
             launch()
             then()
+            engine.join(stuck)
         except BaseException:
             engine.cancel()
             engine.raise_cause()
             raise
-        engine.join(stuck)

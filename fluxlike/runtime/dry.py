@@ -61,6 +61,12 @@ class DryBoard:
     def call(self, text: str) -> None:
         """All make it."""
 
+    def refuse(self, op: str) -> None:
+        """All refuse it."""
+
+    def goes_on(self) -> None:
+        """So do all."""
+
     def freeze(self) -> None:
         """Nobody compares."""
 

@@ -161,18 +161,19 @@ class Shadow(racepast.Past):
 
     def __enter__(self) -> None:
         self._within.acquire()
-        self._holder = threading.get_ident()
         try:
+            self._holder = threading.get_ident()
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        except BaseException:
-            self._holder = 0
-            self._within.release()
+        except BaseException:  # an interrupt, too, which comes when it is locked
+            self.__exit__()
             raise
 
     def __exit__(self, *exc: object) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-        self._holder = 0
-        self._within.release()
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._holder = 0
+            self._within.release()
 
     @property
     def is_mine(self) -> bool:

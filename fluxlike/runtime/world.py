@@ -1,12 +1,12 @@
 """The world of this process: which ranks, which heap, which device. Made by init, ended by finalize, both collective."""
 
 import importlib.util
-import itertools
 import logging
 import operator
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -321,7 +321,7 @@ def make_executor(heap: str) -> Any:
 NOT_LAUNCHED = "torch.distributed is not initialised and"
 _world: World | None = None
 #: Numbers for the torch groups that init makes, the same on all ranks.
-_groups_made = itertools.count()
+_groups_made = 0
 
 
 def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes: int | None = None) -> None:
@@ -338,7 +338,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
         RuntimeError: called twice, or the machine cannot (the message says what to do).
         ValueError: unknown heap, no torch process group, an environment that cannot be read, or ranks that disagree. After an
             error nothing is left of the call, and it can be made again.
-        PeerTimeout: a rank does not come within FLUXLIKE_TIMEOUT_S.
+        PeerTimeout: a rank does not come within FLUXLIKE_TIMEOUT_S (where the call initialises torch.distributed, 60 s at least).
     """
     global _world
     if importlib.util.find_spec("triton") is None:
@@ -364,6 +364,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
 
 
 def _init_torch(heap: str) -> None:
+    global _groups_made
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
@@ -379,13 +380,39 @@ def _init_torch(heap: str) -> None:
             os.environ.setdefault("NCCL_HOSTID", f"fluxlike rank {os.environ['RANK']}")
     # torchrun's store outlives the group, and what the ranks of an earlier one said of where they are reached is still in it
     store, rank, size = next(iter(rendezvous("env://")))
-    store = dist.PrefixStore(f"fluxlike.init {next(_groups_made)}", store)  # type: ignore[attr-defined]
+    store = dist.PrefixStore(f"fluxlike.init {_groups_made}", store)  # type: ignore[attr-defined]
+    _await_all(store, rank, size)
+    _groups_made += 1  # not where a rank did not come: it may yet, to the next attempt
     if on_gpus:
         # Without device_id: with it a DeviceMesh of several dimensions splits this group by names that torch counts on each rank by
         # itself, and hangs if there was a group before that not all ranks are in (pytorch issues 145376 and 190396).
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+#: Seconds that the processes of a job get to start, at least: imports take some of them much longer than others.
+STARTING_S = 60.0
+
+
+def _await_all(store: Any, rank: int, size: int) -> None:
+    """All ranks are here, or PeerTimeout. Torch waits for half an hour, or for what is the limit of all that the program does."""
+    try:
+        limit = max(env.timeout_s(), STARTING_S)
+    except ValueError:  # which all ranks are told, when they have met
+        limit = STARTING_S
+    store.set(f"here {rank}", "")
+    since, pause = time.monotonic(), 1e-3
+    while not store.check([f"here {peer}" for peer in range(size)]):
+        if time.monotonic() - since > limit:
+            missing = [peer for peer in range(size) if not store.check([f"here {peer}"])]
+            store.delete_key(f"here {rank}")  # or one that comes later would take it for waiting
+            raise PeerTimeout(
+                f"fluxlike.init: not every rank of {size} came within {limit:g} s, not ranks {missing}; all ranks of the launcher "
+                f"must call it and be alive; FLUXLIKE_TIMEOUT_S sets the limit, from {STARTING_S:g} on"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _local_gpu() -> int:

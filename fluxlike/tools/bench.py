@@ -446,6 +446,13 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     command.add_dtype(parser)
     parser.add_argument("--seconds", type=command.seconds, help="begin no new shape after so many seconds")
     asked = parser.parse_args(argv)
+    if asked.plot_records:
+        of_runs = ("shapes", "suite", "eager", "graph", "rounds", "iters", "methods", "dtype", "seconds")
+        given = [f"--{name}" for name in of_runs if getattr(asked, name) != parser.get_default(name)]
+        if given:
+            parser.error(f"--plot-records measures nothing, so it takes no {', '.join(given)}; leave out the one or the others")
+        command.writable(parser, asked.out)
+        return asked
     if asked.rounds is not None and asked.rounds < 1:
         parser.error(f"--rounds {asked.rounds} is below 1; give at least one round")
     if asked.iters != "auto" and not (asked.iters.isdecimal() and int(asked.iters) > 0):
