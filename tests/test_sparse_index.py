@@ -35,7 +35,7 @@ def test_kept_memory_is_no_larger_than_kernels_count(monkeypatch):
         made.append(rows)
         return SimpleNamespace(keep=lambda: None)
 
-    control = SimpleNamespace(name="a", size=6, gather=lambda value, what: [value], board=None)
+    control = SimpleNamespace(name="a", size=6, gather=lambda value, what: [value], board=None, local=SimpleNamespace(board=None))
     this = SimpleNamespace(cached={}, executor=SimpleNamespace(is_capturing=lambda: False))
     for module in (sparse_all_reduce.world, keeping.world):
         monkeypatch.setattr(module, "current", lambda: this)
