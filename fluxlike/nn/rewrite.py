@@ -236,7 +236,8 @@ def _put_ag_gemm(
     rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
-    keep = _elsewhere(chain) or not set(_users(whole)) <= {p.node for p in products}
+    beside = _elsewhere(chain)
+    keep = beside or not set(_users(whole)) <= {p.node for p in products}
     n = rewrite.of_all([shape(p.right)[1] for p in products], ranks)
     results = rewrite.call(library.ag_gemm_op, rows, weights, biases, library.EVEN, keep, group, n)
     news = []
@@ -246,12 +247,11 @@ def _put_ag_gemm(
         news.append(rewrite.reshaped(z, shape(product.node)))
     if keep:
         gathered = rewrite.add(operator.getitem, results, len(products))
-        is_copy = _elsewhere(chain) and all(equal(size, 1) for size in sizes[:dim])  # and may be written to: it stays one
-        rows = rewrite.reshaped(gathered, shape(chain[1]))
-        if not is_copy:
+        # beside what is gathered, a whole of the same rows is a copy to the program, which may write to either: it stays one
+        if not (beside and all(equal(size, 1) for size in sizes[:dim])):
             whole.replace_all_uses_with(rewrite.whole(gathered, sizes, dim, ranks))
-        if _elsewhere(chain):
-            chain[1].replace_all_uses_with(rows)
+        if beside:
+            chain[1].replace_all_uses_with(rewrite.reshaped(gathered, shape(chain[1])))
     for product, new in zip(products, news, strict=True):
         product.node.replace_all_uses_with(new)
         rewrite.graph.erase_node(product.node)

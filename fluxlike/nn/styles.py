@@ -132,11 +132,12 @@ class SharedGather(ColwiseParallel):
                     f"fluxlike.nn.SharedGather: {self.names[0]} has in_features={widths[0]} and {name} in_features={width}; layers "
                     "that share a gather have one input, else give each a ColwiseParallel of its own"
                 )
-        for name, layer in zip(self.names, found, strict=True):
-            first = self.names[next(i for i, other in enumerate(found) if other is layer)]
-            if first != name or self.names.count(name) > 1:
+        for i, layer in enumerate(found):
+            first = next(j for j, other in enumerate(found) if other is layer)
+            if first < i:
                 raise ValueError(
-                    f"fluxlike.nn.SharedGather: {first} and {name} are one layer, which would be called twice; name each layer once"
+                    f"fluxlike.nn.SharedGather: {self.names[first]} and {self.names[i]} are one layer, which would be called "
+                    "twice; name each layer once"
                 )
         for layer in found:  # all of them, before the first is changed
             self._check(layer, device_mesh, "out_features", ("weight", "bias"))
@@ -317,9 +318,10 @@ class _Shared:
         if name not in self.waiting:
             return f"again, before {', '.join(self.waiting)} took theirs"
         changed = [now.is_unlike(then) for now, then in zip(_states(x, layer), self.states[name], strict=False)]
+        if any(changed[:1]):
+            return f"with a tensor that was changed since {self.first} was called with it"
         if any(changed):
-            what = f"weights that were changed since {self.first} was called"
-            return f"with {f'a tensor that was changed since {self.first} was called with it' if changed[0] else what}"
+            return f"with weights that were changed since {self.first} was called"
         if self.recorded != torch.is_grad_enabled():
             return f"with gradients on or off, unlike {self.first}"
         if self.waiting[name].dtype != autocast_dtype(x, x.device.type):

@@ -283,7 +283,7 @@ def create_sparse_all_reduce_context(
         if len(sizes) < 2 or any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
             raise ValueError(f"{NAME}: shape={shape}, max_nnz={max_nnz!r}: all sizes must be whole numbers above 0")
         if shape[0] > MOST_ROWS:
-            raise ValueError(f"{NAME}: shape={shape}: a table has {MOST_ROWS} rows at most")
+            raise ValueError(f"{NAME}: shape={shape}: a table has {MOST_ROWS} rows at most; split it")
         countable(control.size, max_nnz)
     except ValueError as problem:
         error = problem

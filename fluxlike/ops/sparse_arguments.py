@@ -71,7 +71,9 @@ def check(x: Any, op: str, mode: str, ctx: Any, group: Any, max_nnz: Any, wire_d
             f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}, it has no rows, or they have no elements to add"
         )
     if rows > MOST_ROWS:
-        raise ValueError(f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}: a table has {MOST_ROWS} rows at most")
+        raise ValueError(
+            f"{name}: x is {tuple(x.shape)} with sparse_dim={x.sparse_dim()}: a table has {MOST_ROWS} rows at most; split it"
+        )
     if max_nnz is not None and (not isinstance(max_nnz, int) or isinstance(max_nnz, bool) or max_nnz < 1):
         raise ValueError(f"{name}: max_nnz={max_nnz!r} is not a whole number above 0")
     if name == SCATTER and x.sparse_dim() != 1:

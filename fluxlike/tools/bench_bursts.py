@@ -70,14 +70,13 @@ class Report(bench_reduce.Report):
     """All bursts of one mode."""
 
     PEERS: ClassVar = PEERS
+    judged = "list"
 
     def moved(self, size: Any) -> float:
         return 2 * (self.ranks - 1) / self.ranks * sum(size.keys) * self.itemsize
 
     def columns(self) -> Sequence[str]:
         return ("reductions", *super().columns()[1:])
-
-    judged = "list"
 
     def behind(self, result: Result) -> float | None:
         return self.derived(result).get("list", Reached()).over_best

@@ -102,6 +102,8 @@ class Reached:
 
 
 class Report(bench_report.Report):
+    judged = "exact"
+
     def limit(self, result: Result, method: str = "") -> float | None:
         return self.nbytes(result, traffic(result.shape, self.ranks).bound, method) / (bench_report.WIRE_GB_S * 1e9) * 1e3
 
@@ -142,8 +144,6 @@ class Report(bench_report.Report):
             bench_report.cell(derived.speedup, ".2f"),
             bench_report.cell(derived.over_limit, ".2f"),
         ]
-
-    judged = "exact"
 
     def behind(self, result: Result) -> float | None:
         """Speed of exact over the best of the others."""
