@@ -358,6 +358,21 @@ def test_memory_that_the_current_stream_uses_is_said_to_torch(monkeypatch):
     assert told == [7]
 
 
+@pytest.mark.parametrize("captured", (False, True))
+def test_a_call_on_another_stream_is_behind_the_last_one(monkeypatch, captured):
+    """But not where another thread captures that stream by now: the call would become part of its graph."""
+    Streams(monkeypatch)
+    waits, executor = [], object.__new__(cuda.CudaExecutor)
+    executor.device, executor.current, executor.is_capturing = torch.device("cuda", 0), contextlib.nullcontext, lambda: False
+    current = SimpleNamespace(wait_stream=waits.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(driver_module, "is_capturing", lambda stream: captured and stream == 9)
+    assert executor.on_same_stream(None) == (7, current) == executor.on_same_stream((7, current))
+    assert waits == []
+    assert executor.on_same_stream((9, "another")) == (7, current)
+    assert waits == ([] if captured else ["another"])
+
+
 def test_puts_between_what_the_current_stream_does(monkeypatch):
     streams, used = Streams(monkeypatch), []
     current = lambda: used.append(1) or contextlib.nullcontext()  # noqa: E731

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -254,6 +255,42 @@ def side_streams(group):
 
 def test_side_streams():
     run_ranks(side_streams, 2)
+
+
+def calls_beside_a_capture(group, schedule):
+    """While one thread captures a stream on which another one's calls were made, this one makes more: they are not in the graph."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rs, ag = contexts(group, schedule, 512, 256, 256)
+    case, other = RSCase(512, 256, [256] * size, torch.bfloat16, 1), AGCase(512, [256] * size, 256, torch.bfloat16, 1)
+    (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
+    torch.cuda.synchronize()
+    captured, graph, count = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(1, device=device())
+    usual = torch.cuda.default_stream()
+
+    def calls(stream):
+        torch.cuda.set_device(device())
+        with torch.cuda.stream(stream):
+            return fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag)
+
+    with ThreadPoolExecutor(1) as thread:
+        for stream in (usual, captured, captured):  # what is loaded or made once must not be so during a capture
+            thread.submit(calls, stream).result()
+        with torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"):
+            count += 1
+            y, z = thread.submit(calls, usual).result()
+    torch.cuda.synchronize()
+    same(y, case.expected(rank), f"gemm_rs beside a capture {schedule}")
+    same(z, other.whole()[1][rank], f"ag_gemm beside a capture {schedule}")
+    graph.replay()
+    assert count.item() == 1
+    for ctx in (rs, ag):
+        ctx.check()
+        ctx.close()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_calls_beside_a_capture(schedule):
+    run_ranks(calls_beside_a_capture, 2, schedule=schedule)
 
 
 def limited_contexts(seconds, *how):

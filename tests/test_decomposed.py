@@ -130,7 +130,7 @@ class Streams:
     """torch's streams, by names for numbers, one of which is current; ``said``: what they wait for."""
 
     def __init__(self, monkeypatch):
-        self.said, self.current, self.capturing = [], "caller's", False
+        self.said, self.current, self.capturing, self.captured_elsewhere = [], "caller's", False, set()
         event = SimpleNamespace(record=lambda stream: None, cuda_event=3)
         other = SimpleNamespace(cuda_stream="other", stream_id="other", device_index=0, device_type=1)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -143,6 +143,7 @@ class Streams:
         monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (self.current, index, 1), raising=False)
         monkeypatch.setattr(torch._C, "_cuda_setStream", self.switch, raising=False)
         monkeypatch.setattr(driver, "order", self.order)
+        monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in self.captured_elsewhere)
 
     def switch(self, stream_id, device_index, device_type):
         assert (device_index, device_type) == (0, 1), "torch would make another device current"
@@ -208,6 +209,22 @@ def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypa
     assert forked("of a capture") == [], "a captured stream waits for one outside of the graph"
     streams.capturing = False
     assert forked("b") == ["a"]
+
+
+def test_the_second_lane_stays_out_of_what_another_thread_captures(monkeypatch):
+    """On a stream of an earlier call, which the lane would begin behind; it does so when that is captured no more."""
+    streams, lanes = lanes_of(monkeypatch)
+
+    def forked(name):
+        streams.said.clear()
+        with streams.switched(name), lanes.forked():
+            return sorted(said.split()[-2] for said in streams.said)
+
+    assert [forked("a"), forked("b")] == [["a"], ["a", "b"]]
+    streams.captured_elsewhere = {"b"}
+    assert [forked("c"), forked("c")] == [["c"], ["c"]]
+    streams.captured_elsewhere = set()
+    assert [forked("c"), forked("c")] == [["b", "c"], ["c"]]
 
 
 @pytest.mark.parametrize("capturing", (False, True))

@@ -222,6 +222,22 @@ def test_order_of_streams(driver):
             driver_module.order(3, 7, 5)
 
 
+def test_whether_a_stream_is_captured(driver):
+    status = [0]
+
+    def asked(stream, found):
+        assert stream == 7
+        found._obj.value = status[0]
+        return 0
+
+    driver.cuStreamIsCapturing = asked
+    for status[0], captured in ((0, False), (1, True), (2, True)):  # none, under way, begun but of no more use
+        assert driver_module.is_capturing(7) is captured
+    driver.cuStreamIsCapturing = lambda *args: 700
+    with pytest.raises(RuntimeError, match="cuStreamIsCapturing failed with CUDA_ERROR_OF_THE_TEST"):
+        driver_module.is_capturing(7)
+
+
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 
 

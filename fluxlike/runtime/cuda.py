@@ -46,9 +46,11 @@ class CudaLanes(Lanes):
             current = streams.current(self._device)
             self._order(current, self._raw)
             if not torch.cuda.is_current_stream_capturing():
-                for caller in self._callers - {current}:
+                # what waits for a stream that another thread is capturing would become part of its graph
+                captured = {caller for caller in self._callers - {current} if driver.is_capturing(caller)}
+                for caller in self._callers - {current} - captured:
                     self._order(caller, self._raw)
-                self._callers.clear()
+                self._callers = captured
         try:
             yield
         finally:  # also after an error: what the other stream works on may be freed
@@ -357,7 +359,9 @@ class CudaExecutor:
     def on_same_stream(self, last: Any) -> Any:
         """Order this call behind the context's last one when the caller has changed streams; returns today's stream.
 
-        During capture the caller orders: a captured stream must not wait for one outside the graph.
+        During capture the caller orders: a captured stream must not wait for one outside the graph. Nor does a call wait for a
+        stream that another thread is capturing by now: it would become part of that graph. What that stream held is done, as
+        `torch.cuda.graph` waits for the device before it begins.
         """
         raw = streams.current(self.device)
         if last is not None and last[0] == raw:
@@ -366,7 +370,10 @@ class CudaExecutor:
             return last
         current = torch.cuda.current_stream(self.device)
         if last is not None:
-            current.wait_stream(last[1])
+            with self.current():
+                captured = driver.is_capturing(last[0])
+            if not captured:
+                current.wait_stream(last[1])
         return None if self.is_capturing() else (raw, current)
 
     def overlapped(

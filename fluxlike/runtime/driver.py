@@ -23,6 +23,7 @@ _TYPES: dict[str, list[Any]] = {
     "cuStreamWaitEvent": [_POINTER, _POINTER, _NUMBER],
     "cuStreamCreateWithPriority": [_POINTER, _NUMBER, ctypes.c_int],
     "cuStreamSynchronize": [_POINTER],
+    "cuStreamIsCapturing": [_POINTER, _POINTER],
     "cuStreamDestroy_v2": [_POINTER],
     "cuStreamBeginCapture_v2": [_POINTER, _NUMBER],
     "cuStreamEndCapture": [_POINTER, _POINTER],
@@ -116,6 +117,13 @@ def synchronize(stream: int) -> None:
 
 def destroy_stream(stream: int) -> None:
     check(library().cuStreamDestroy_v2(stream), "cuStreamDestroy")
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream is being captured, by whichever thread."""
+    status = ctypes.c_int()
+    check(library().cuStreamIsCapturing(stream, ctypes.byref(status)), "cuStreamIsCapturing")
+    return status.value != 0
 
 
 def captured(stream: int, queue: Callable[[], None]) -> int:
