@@ -236,6 +236,7 @@ def test_whether_a_stream_is_captured(driver):
     driver.cuStreamIsCapturing = lambda *args: 700
     with pytest.raises(RuntimeError, match="cuStreamIsCapturing failed with CUDA_ERROR_OF_THE_TEST"):
         driver_module.is_capturing(7)
+    assert not driver_module.is_capturing(0)
 
 
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"

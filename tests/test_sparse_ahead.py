@@ -109,6 +109,37 @@ def beside_products(group):
             assert all(torch.equal(y, wanted) for y, wanted in zip(beside, alone, strict=True)), turn
 
 
+def apart_from_their_graph(group):
+    """Ids that are started where no graph has them, and a gradient that one has, or the reverse, are refused, and can go on."""
+    executor, rank = world.current().executor, dist.get_rank(group)
+    weight = torch.zeros(50, 4, device=device(), requires_grad=True)
+    ids, usual = torch.arange(3 + rank, device=device()), executor.is_capturing
+    with fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx, pytest.MonkeyPatch.context() as patch:
+
+        def reduced(capturing):
+            patch.setattr(executor, "is_capturing", lambda: capturing)
+            try:
+                return fluxlike.sparse_all_reduce(embedding(ids, weight, 0), group=group, mode="padded", ctx=ctx).to_dense()
+            finally:
+                patch.setattr(executor, "is_capturing", usual)
+
+        whole = reduced(False)
+        ctx.start_indices(ids)
+        with pytest.raises(ValueError, match="ids were started before the CUDA graph of their gradient; call start_indices"):
+            reduced(True)
+        assert torch.equal(reduced(False), whole)
+        ctx.start_indices(ids)
+        ctx._pending = ctx._pending._replace(captured=True)
+        with pytest.raises(ValueError, match="ids were started in a CUDA graph and their gradient is not"):
+            reduced(False)
+        ctx.cancel_indices()
+        assert torch.equal(reduced(False), whole)
+
+
+def test_ids_ahead_of_another_graph():
+    run_ranks(apart_from_their_graph, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", (2, 3, 4))  # on two, no order could end in a wait of all for each other
 def test_ids_ahead_of_products(ranks):

@@ -67,6 +67,8 @@ class Pending(NamedTuple):
     read: Callable[[], list[int]]
     #: Ends the fork of the stream on which it runs.
     joined: ExitStack
+    #: A CUDA graph has it.
+    captured: bool
 
 
 class SparseAllReduceContext(EpochContext):
@@ -166,7 +168,7 @@ class SparseAllReduceContext(EpochContext):
 
         self.world.ahead.append(wait)
         joined.callback(self.world.ahead.remove, wait)
-        return Pending(ids, capacity, local, table, read, joined)
+        return Pending(ids, capacity, local, table, read, joined, capturing)
 
     def _gather(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if self.size == 1:
@@ -179,7 +181,11 @@ class SparseAllReduceContext(EpochContext):
 
     def pending_of(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """The exchange of these ids: that which was started with them, or one that begins now."""
-        pending, self._pending = self._pending, None
+        capturing, pending = self.world.executor.is_capturing(), self._pending
+        if pending is not None and pending.captured != capturing:
+            where = "in a CUDA graph and their gradient is not" if pending.captured else "before the CUDA graph of their gradient"
+            raise ValueError(f"{NAME}: ids were started {where}; call start_indices where that is, or cancel_indices first")
+        self._pending = None
         if pending is None:
             pending = self.exchange(ids, capacity, table_rows, scatter)
         else:
@@ -190,7 +196,7 @@ class SparseAllReduceContext(EpochContext):
                     "of the gradient, in its order"
                 )
         pending.joined.close()
-        if not self.world.executor.is_capturing():  # a graph keeps its memory to itself
+        if not capturing:  # a graph keeps its memory to itself
             for made in (pending.local.order, pending.local.starts, *pending.table):  # on the stream of the exchange
                 self.world.executor.in_use(made)
         if pending.ids is not ids:

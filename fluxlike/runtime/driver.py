@@ -121,6 +121,8 @@ def destroy_stream(stream: int) -> None:
 
 def is_capturing(stream: int) -> bool:
     """Whether a stream is being captured, by whichever thread."""
+    if stream == 0:  # that of all threads cannot be, and the driver fails where one that it waits for is
+        return False
     status = ctypes.c_int()
     check(library().cuStreamIsCapturing(stream, ctypes.byref(status)), "cuStreamIsCapturing")
     return status.value != 0
