@@ -229,3 +229,30 @@ def test_what_is_said_of_connections_that_fail(how):
         words = {"dies": r"a meeting: the connections of ranks \[0, 1\]", "files": r"connecting .* of ranks \[0\]"}[how]
         assert re.search(words + r" failed after [01]\.\d s \(.{8,120}\); all ranks", said), said
         assert "FLUXLIKE_TIMEOUT_S" not in said and ".cc:" not in said and "typically" not in said, said
+
+
+def comes_too_late(group):
+    """Rank 1 comes to the making of a context when rank 0 has left: all attempts fail until both begin anew, as they are told."""
+    init()
+    adds()
+    if dist.get_rank() == 1:
+        time.sleep(3.5)
+    said = []
+    for _ in range(2):
+        said.append(told(lambda: fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32), fluxlike.PeerTimeout)[0])
+        dist.barrier()
+    fluxlike.finalize()
+    init()
+    fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32).close()
+    adds()
+    fluxlike.finalize()
+    return said
+
+
+def test_a_rank_that_comes_too_late_to_a_meeting():
+    outcomes = run_fresh(comes_too_late, 2, LIMIT)
+    for outcome in outcomes:
+        assert outcome.ok, str(outcome)
+        for said in outcome.value:
+            assert said.endswith("To go on, call fluxlike.finalize and fluxlike.init on all ranks"), said
+    assert "create_gemm_rs_context: not every rank of [0, 1] came within 2.5 s; " in outcomes[0].value[0], outcomes[0].value

@@ -237,15 +237,17 @@ class ControlGroup:
 
     def _nobody(self, what: str, error: Exception, since: float) -> PeerTimeout:
         passed, limit = time.monotonic() - since, self.patience()
+        # gloo ends connections with the first wait that fails: whoever tries again would be told of them for ever
+        then = ". To go on, call fluxlike.finalize and fluxlike.init on all ranks" if hasattr(self, "_gloo") else ""
         if passed > 0.9 * limit:
             sets = "FLUXLIKE_TIMEOUT_S sets the limit" if self.longest == math.inf else "so short as one has not come before"
             return PeerTimeout(
                 f"{what}: not every rank of {self.ranks} came within {limit:g} s; all ranks of the group must make this call and "
-                f"be alive; {sets}"
+                f"be alive; {sets}{then}"
             )
         return PeerTimeout(
             f"{what}: the connections of ranks {self.ranks} failed after {passed:.1f} s ({_said(error)}); all ranks of the group "
-            "must be alive and reach each other: see what the others say"
+            f"must be alive and reach each other: see what the others say{then}"
         )
 
     def gather(self, value: Any, what: str) -> list[Any]:
