@@ -120,6 +120,47 @@ def test_an_error_that_a_program_catches(name):
     run_ranks(caught, 2, name=name)
 
 
+class Late:
+    """The lock of a group, which is interrupted as it is released behind the entry of a call on the board."""
+
+    def __init__(self, control):
+        self.control, self.lock, self.before = control, control.lock, control.board._number
+
+    def __enter__(self):
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        self.lock.__exit__(*error)
+        if self.control.lock is self and self.control.board._number > self.before:
+            self.control.lock = self.lock
+            raise KeyboardInterrupt
+
+
+def late(group):
+    """As `caught`, by an interrupt behind the last that writes the entry."""
+    make, call = products("gemm_rs", "in_kernel")
+    ctx, rank = make(group), dist.get_rank(group)
+    call(ctx, 1)
+    ctx.check()
+    dist.barrier(group)
+    if rank == 0:
+        ctx.control.lock = Late(ctx.control)
+        with pytest.raises(KeyboardInterrupt):
+            call(ctx, 1)
+        said, took = told(lambda: call(ctx, 2), RuntimeError)
+        assert "an earlier call of this context was ended by KeyboardInterrupt" in said, said
+    else:
+        said, took = told(lambda: (call(ctx, 1), ctx.check()), fluxlike.PeerTimeout)
+        assert "because rank 0 gave up first" in said, said
+    assert took < SOON_S, said
+    ctx.close()
+    works(group)
+
+
+def test_an_interrupt_behind_the_entry_of_a_call():
+    run_ranks(late, 2)
+
+
 # making a context
 
 

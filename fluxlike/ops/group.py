@@ -170,15 +170,15 @@ class GroupContext(Held):
         self.raise_if_failed()
         if self.known:
             return
-        with self.control.lock:
-            self._calls += 1
-            try:
+        try:
+            with self.control.lock:
+                self._calls += 1
                 self.board.call(f"call {self._calls} of {self.label}{shown and ' with '}{shown}")
-            except CallMismatch:
-                raise
-            except BaseException as error:  # the peers may have seen it
-                self._broken(error)
-                raise
+        except CallMismatch:
+            raise
+        except BaseException as error:  # the peers may have seen it; an interrupt may come as late as with the lock's release
+            self._broken(error)
+            raise
 
     def begin(self, path: str | Told, **sizes: Any) -> "Begun":
         """A ``with`` around a call: on entry it is recorded and ordered behind the last one, also behind what waits for peers on
