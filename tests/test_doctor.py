@@ -110,7 +110,7 @@ def test_text(tmp_path):
 def test_settings(tmp_path):
     """What init would refuse, names that nobody reads, and no word of those that scripts and tests read."""
     wrong = {"FLUXLIKE_TIMEOUT_S": "abc", "FLUXLIKE_HEAP_BYTES": "1;2", "FLUXLIKE_TIMEOUTS": "3", "FLUXLIKE_NONSENSICAL": "1"}
-    wrong |= {"FLUXLIKE_TOPOLOGY": "none.json", "FLUXLIKE_FOO": "1"}
+    wrong |= {"FLUXLIKE_TOPOLOGY": "none.json", "FLUXLIKE_FOO": "1", "FLUXLIKE_PYTHN": "python3"}
     right = {"FLUXLIKE_PYTHON": "python3", "FLUXLIKE_TEST_HEAP": "shm", "FLUXLIKE_TUNE": "off"}
     done = run_doctor(tmp_path, "--json", **wrong, **right, CUDA_VISIBLE_DEVICES="")
     why = "fluxlike.init refuses FLUXLIKE_TIMEOUT_S='abc' is no number of seconds above 0 and below 1000000"
@@ -121,6 +121,7 @@ def test_settings(tmp_path):
         "FLUXLIKE_TIMEOUT_S='abc' is no number of seconds above 0 and below 1000000": "Unset it for 120.",
         "FLUXLIKE_HEAP_BYTES='1;2' is not a size": "Write bytes, or 64K, 512M, 4G.",
         "FLUXLIKE_TIMEOUTS is no variable of fluxlike": "Write FLUXLIKE_TIMEOUT_S if you mean that, else unset it.",
+        "FLUXLIKE_PYTHN is no variable of fluxlike": "Write FLUXLIKE_PYTHON if you mean that, else unset it.",
         "FLUXLIKE_NONSENSICAL is no variable of fluxlike": "Unset it: docs/reference.md lists them all.",
         "FLUXLIKE_FOO is no variable of fluxlike": "Unset it: docs/reference.md lists them all.",
         "FLUXLIKE_TOPOLOGY='none.json': the topology 'none.json' cannot be read: No such file or directory": (

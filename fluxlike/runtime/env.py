@@ -182,10 +182,10 @@ def check() -> None:
 
 def unknown() -> list[str]:
     """What to say of variables that fluxlike does not have, each with what to do behind its last semicolon."""
-    said = []
+    said, known = [], [name[len(PREFIX) :] for name in (*_BY_NAME, *ELSEWHERE)]
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in _BY_NAME and name not in ELSEWHERE:
-            near = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in _BY_NAME], 1, 0.55)
+            near = difflib.get_close_matches(name[len(PREFIX) :], known, 1, 0.55)
             remedy = "unset it: docs/reference.md lists them all"
             if near:
                 remedy = f"write {PREFIX}{near[0]} if you mean that, else unset it"
