@@ -241,6 +241,7 @@ def bytes_of(data: bytes) -> torch.Tensor:
         b'{"tensor": ["torch.uint8", [4096], "AA=="]}',
         b'{"tensor": ["torch.uint8", [1], "%%"]}',
         b'{"tensor": ["torch.uint8"]}',
+        b'{"tensor": ["torch.float32", [4], ""]}',  # of memory that nobody has written
     ),
 )
 def test_bytes_that_are_no_message_are_refused(data):
