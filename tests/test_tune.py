@@ -551,6 +551,25 @@ def test_a_rank_without_memory_for_what_is_measured():
         assert outcome.ok, str(outcome)
 
 
+def unkept(group):
+    """Rank 0 cannot write to its cache: what was measured is used nevertheless, and of the measuring nothing is left."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    tuned.log.addHandler(handler)
+    fluxlike.init(heap="shm", heap_bytes=16 << 20)
+    tuning.MOST, before = 1, world.current().heap.in_use
+    with fluxlike.create_gemm_rs_context(32, 32, 32, dtype=BF16) as ctx:
+        assert list(ctx.tuned.table) == [(32, 32, 32)]
+    assert (world.current().heap.in_use, world.current().contexts) == (before, [])
+    assert [("M, N, K = (32, 32, 32) is not kept: " in text) for text in said] == [True] * (dist.get_rank() == 0), said
+    fluxlike.finalize()
+
+
+def test_a_cache_that_cannot_be_written():
+    for outcome in run_fresh(unkept, 2, {"FLUXLIKE_TUNE": "on", "FLUXLIKE_CACHE_DIR": "/proc/fluxlike"}, grace=10):
+        assert outcome.ok, str(outcome)
+
+
 def nowhere(group):
     """Rank 0 is where there is no directory any more, and the cache is told by a relative path."""
     fluxlike.init(heap="shm", heap_bytes=16 << 20)
