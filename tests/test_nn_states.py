@@ -31,6 +31,33 @@ def both(group):
 
 
 @on_device
+def as_they_were(group):
+    """What is frozen stays so; the weights are rank 0's, or each rank's own where torch is told that these are alike."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    mesh = DeviceMesh.from_group(group, device().type)
+    whole = model().requires_grad_(False)
+    for learns in (whole.gate.bias, whole.up.weight, whole.down.weight):
+        learns.requires_grad_()
+    wants = {name: p.requires_grad for name, p in whole.named_parameters()}
+    ours = Sharded(whole, group, 1, False)
+    assert [p.requires_grad for p in ours.gate_up.weights] == [False, True]
+    assert [p.requires_grad for p in ours.gate_up.biases] == [True, False]
+    assert ours.down.weight.requires_grad and not ours.down.bias.requires_grad
+    assert {name: p.requires_grad for name, p in parallel(whole, mesh, shared=True).named_parameters()} == wants
+    for style in (fluxlike.nn.ColwiseParallel, fluxlike.nn.RowwiseParallel):
+        for source, value in ((0, 0), (None, rank)):
+            linear = nn.Linear(size, size)
+            for parameter in linear.parameters():
+                nn.init.constant_(parameter, rank)
+            parallelize_module(linear, mesh, style(), src_data_rank=source)
+            assert all(p.to_local().eq(value).all() for p in linear.parameters()), (style.__name__, source)
+
+
+def test_layers_take_weights_as_they_are():
+    run_ranks(as_they_were, 2)
+
+
+@on_device
 def replaced_parameters(group):
     """What is put in the place of a style's DTensor is refused: whole weights, of which each rank would make a sum's every part."""
     mesh = DeviceMesh.from_group(group, device().type)
