@@ -277,6 +277,8 @@ def test_room():
                 algo = all_reduce.choose(2 * n, ranks)
                 blocks = all_reduce.blocks_of([n], algo, torch.bfloat16, ranks)
                 assert blocks <= (bulk if algo == "bulk" else words), (ranks, n, algo)
+        large = [all_reduce.room(1 << 26, torch.bfloat16, ranks, algo) for algo in ("auto", "two_shot")]
+        assert large[0] == large[1], "one_shot, which is for small ones, would take the ranks times as much"
 
 
 class Layer(torch.nn.Module):
