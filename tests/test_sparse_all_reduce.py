@@ -90,9 +90,11 @@ def in_inference(group):
     right = fluxlike.reference.sparse_all_reduce(made[False][0], group=group)
     for mode, tensors in made.items():
         for where, x in zip((True, False), tensors, strict=True):
+            version = 0 if mode else x._version
             with torch.inference_mode(where):
                 assert fluxlike.sparse_all_reduce_(x, group=group) is x
             what = f"made in {mode}, called in {where}"
+            assert mode or x._version > version, "autograd, which may have saved it, is not told that it was written"
             assert x.is_inference() == x.values().is_inference() == mode, what
             assert "nnz=2" in repr(x), what
             same(x, right, what)
@@ -574,6 +576,11 @@ def forwards(group):
     assert table.context._pending is None
     x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context)
     assert x.indices().tolist() == [[1, 2, 5]] and x.values()[:, 0].tolist() == [2, 1, 1]
+    table.zero_grad(set_to_none=False)  # what is kept has no entries
+    table(ids).sum().backward()
+    assert table.context._pending.ids.tolist() == [1, 2]
+    x = fluxlike.sparse_all_reduce_(table.weight.grad, "avg", group, ctx=table.context, wire_dtype="fp32")  # as the context has it
+    assert x.indices().tolist() == [[1, 2]] and (x.values() == 1).all()
     table.weight.grad = None
     with pytest.raises(TypeError, match="cannot be copied or pickled; make another one, and load the state_dict of this one"):
         copy.deepcopy(table)
@@ -602,6 +609,7 @@ def forwards(group):
     with pytest.raises(ValueError, match="9 ids are more than max_ids=8; make the Embedding with a larger max_ids"):
         table(torch.arange(9, device=device()).where(torch.arange(9, device=device()) != 3, 0))
     table.close()
+    assert table.half().weight.dtype == torch.float16, "no memory is left that it would have to fit"
     with pytest.raises(ValueError, match="max_nnz=0: all sizes must be whole numbers above 0"):
         fluxlike.nn.Embedding(9, 2, 0, group, device=device())
     # what torch refuses on one rank, all hear of
@@ -613,3 +621,15 @@ def forwards(group):
 
 def test_embedding():
     run_ranks(forwards, 2)
+
+
+def test_a_forward_that_is_differentiated_twice_is_one():
+    ahead, x = embedding_file._Ahead(), torch.ones((), requires_grad=True)
+    twice, not_yet = 2 * x, 3 * x
+    ahead.forward(twice, 0)
+    for _ in range(2):
+        twice.backward(retain_graph=True)
+    ahead.forward(not_yet, 0)
+    assert not ahead.is_first(1), "the second time was taken for the other one"
+    not_yet.backward()
+    assert ahead.is_first(1)
