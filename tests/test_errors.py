@@ -140,6 +140,7 @@ def bad_calls(group):
         refuses(partial(ag_gemm, longer, w, ag), ValueError, f"M={24 + size}", "max_m=24")
         refuses(partial(ag_gemm, here(24 // size, 9), here(12, 9), ag), ValueError, "K=9", "k=8", "k=9")
         refuses(partial(ag_gemm, shard, w, ag, m=26), ValueError, 24 // size, "m=26", "torch.chunk", f"rank {rank}")
+        refuses(partial(ag_gemm, shard[:0], w, ag, m=-1), ValueError, "0 of m=-1 rows", "torch.chunk")
         refuses(partial(ag_gemm, shard, [], ag), ValueError, "0 weights", "at least one")
         refuses(partial(gemm_rs, x, w, alone, k=7), ValueError, "gemm_rs: k=7", "the 8 of this rank", "K of all ranks")
         refuses(partial(ag_gemm, shard, [w, w], ag, n=23), ValueError, "ag_gemm: n=23", "the 24 of this rank", "N of all ranks")
