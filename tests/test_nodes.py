@@ -73,6 +73,9 @@ def right(group, puts):
                 several = fluxlike.ag_gemm(shard, [v, v[:5]], ag, m=m)
                 same(several[0] if c is None else several[0] + c, results[rank], "several")
                 same(several[1], several[0].double().cpu()[:, :5], "several")
+                if puts == "letters":  # of puts, see `test_puts`
+                    apart = shard.new_zeros(len(shard), 2 * shard.shape[1])[:, : shard.shape[1]].copy_(shard)
+                    same(fluxlike.ag_gemm(apart, v, ag, bias=c, m=m), results[rank], "rows that lie apart")
             assert rs.last_path.startswith("nodes/") and ag.last_path.startswith("nodes/")
             assert rs.inner.size == ag.inner.size == size // count
             for ctx in (rs, ag):
