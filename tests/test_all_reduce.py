@@ -110,6 +110,22 @@ def test_places(algo):
     run_ranks(places, 2, algo=algo)
 
 
+def in_and_out_of_inference_mode(group):
+    """What a context keeps for lists is made in one mode and written to in another."""
+    size, alive = dist.get_world_size(group), []
+    for n, first in ((3, True), (4, False)):
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode):
+                xs = [torch.full((n * i,), float(i), device=device()) for i in (1, 2)]
+                ys = fluxlike.all_reduce(xs, group)
+            alive += xs  # so that the next ones lie elsewhere
+            assert all(y.eq(size * i).all() for i, y in enumerate(ys, 1)), (n, mode)
+
+
+def test_lists_in_and_out_of_inference_mode():
+    run_ranks(in_and_out_of_inference_mode, 2)
+
+
 def mixed(group, calls, jitter=False):
     """Algorithms and sizes change from call to call, so that words of one meet those of another."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
