@@ -238,6 +238,9 @@ def styled(group, shapes):
         y = ours.down(h)
         assert isinstance(y, DTensor) and y.placements == (Shard(0),) and y.shape == tokens.shape
         close(y.full_tensor(), whole.down(F.silu(whole.gate(tokens))), "DTensor")
+    ours = parallel(model(), mesh, 1, local=False)
+    y = ours.down(DTensor.from_local(torch.ones(2, 4 * size, INNER, device=device()), mesh, [Replicate()]))
+    assert y.shape == (2, 4 * size, HIDDEN) and y.stride() == (4 * size * HIDDEN, HIDDEN, 1), "those of the whole, not of a part"
 
 
 def test_styles():
