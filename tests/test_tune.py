@@ -232,6 +232,17 @@ def test_an_entry_that_is_no_use_is_ignored_and_the_others_are_not(name, cache, 
     assert len(said) == 1 and "1 of its 2 entries" in said[0] and "\n" not in said[0]
 
 
+@pytest.mark.parametrize(
+    "other", ({"machine": H200.as_json()}, {"software": tuned.software() | {"kernels": "0" * 16}}), ids=("machine", "software")
+)
+def test_what_was_measured_elsewhere_is_not_kept_beside_what_is_new(other, tmp_path):
+    path = tmp_path / "table.json"
+    for old, kept in (({}, [32, 64]), (other, [64])):
+        path.write_text(json.dumps(a_table(entries=[entry(k=32).as_json()], **old)))
+        tuned.store(HERE, [entry()], path)
+        assert [found["k"] for found in json.loads(path.read_text())["entries"]] == kept
+
+
 def test_two_writers_and_a_reader(cache, caplog):
     """Nothing is lost and whoever reads sees a whole file."""
     done, torn = threading.Event(), []
