@@ -17,7 +17,8 @@ WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs",
 WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_faults")
 WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
 WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")
-WITHOUT_TORCHRUN += ("security", "soak", "tiles", "topology", "topology_detect", "tune", "tune_tool", "turns", "waits")
+WITHOUT_TORCHRUN += ("security", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks", "tune_tool", "turns")
+WITHOUT_TORCHRUN += ("waits",)
 
 try:
     from hypothesis import settings
