@@ -565,6 +565,33 @@ def test_what_is_gathered_and_its_whole_are_two_tensors():
     run_ranks(apart, 2)
 
 
+def laid_out(group):
+    """Operands that are parts of what inductor lays out with its channels last, which the graph has in rows."""
+    x, v = numbers((4, K, K), 7 + dist.get_rank(group)), numbers((K, K), 3)
+
+    def program(x, v):
+        h = F.conv2d(x[None], v[:4, :4, None, None])[0]
+        z = F.linear(gathered(h[3], 0, group), h[0], h[1][0])
+        return z, scattered(F.linear(v, h[2], h[1][1]), 0, group), fluxlike.gemm_ar(v, h[0], bias=h[1][0], group=group)
+
+    compilable()
+    tp = AsyncTP()
+    with torch.no_grad():
+        after = torch.compile(program, fullgraph=True, options=tp.options)(x, v)
+        for actual, wanted in zip(after, program(x, v), strict=True):
+            close(actual, wanted, "laid out")
+    assert tp.replaced == tp.found == 2, str(tp)
+    for run in (fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar):  # what nobody but the program lays out is refused still
+        w = numbers((2 * K, 2 * K), 5).requires_grad_()
+        for given, why in (((w[::2, ::2], w[0, :K]), "weight has strides"), ((w[:K, :K], w[0, ::2]), "bias is")):
+            with pytest.raises(ValueError, match=why):
+                run(v, given[0], bias=given[1], group=group)
+
+
+def test_inductor_lays_out_weights_and_biases():
+    run_ranks(laid_out, 2)
+
+
 def threaded(group):
     """A token goes through all calls; what nobody uses stays, and equal calls stay two."""
     from torch._functorch.compile_utils import fx_graph_cse

@@ -156,6 +156,16 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() if x.dim() == 2 and x.shape[1] > 1 and x.stride(1) != 1 else x
 
 
+def _weight(weight: torch.Tensor) -> torch.Tensor:
+    """As `_rows`, of a weight: it may be a part of what inductor lays out, such as a convolution's channels, which it puts last."""
+    return weight if weight.dim() != 2 or validate.is_in_rows_or_columns(weight) else weight.contiguous()
+
+
+def _bias(bias: torch.Tensor) -> torch.Tensor:
+    """As `_weight`."""
+    return bias if bias.dim() != 1 or validate.is_one_row(bias) else bias.contiguous()
+
+
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +174,8 @@ def gemm_rs_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, k: int | None
 ) -> torch.Tensor:
     """``k``: K of all ranks, if the caller says it."""
-    return rs.call(_rows(x), weight, bias=bias, group=group_of(group_name), k=k)
+    bias = None if bias is None else _bias(bias)
+    return rs.call(_rows(x), _weight(weight), bias=bias, group=group_of(group_name), k=k)
 
 
 @gemm_rs_op.register_fake
@@ -219,7 +230,8 @@ def ag_gemm_op(
     if not weights:
         with Refusing("ag_gemm", resolve(group)):
             return [ag.gather_beside(lambda: None, x_shard, group=group, m=m)]
-    results = ag.call(x_shard, list(weights), None, list(biases) or None, group, return_gathered, m, n)
+    weights, biases = [_weight(w) for w in weights], [_bias(b) for b in biases]
+    results = ag.call(x_shard, weights, None, biases or None, group, return_gathered, m, n)
     return [*results[0], results[1]] if return_gathered else results
 
 
@@ -292,7 +304,7 @@ def gemm_rs_gather_op(
     group = group_of(group_name)
     control = resolve(group)
     with Refusing("gemm_rs", control), control.lock:
-        x, shard, y = _rows(x), _rows(shard), []
+        x, weight, shard, y = _rows(x), _weight(weight), _rows(shard), []
         # made now: the peers, too, must be free to meet when a context is made
         ctx = None
         if not control.spans:
@@ -315,7 +327,8 @@ def _(
 
 @torch.library.custom_op("fluxlike::gemm_ar", mutates_args=())
 def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    return ar.call(_rows(x), weight, bias=bias, group=group_of(group_name))
+    bias = None if bias is None else _bias(bias)
+    return ar.call(_rows(x), _weight(weight), bias=bias, group=group_of(group_name))
 
 
 @gemm_ar_op.register_fake
@@ -428,6 +441,11 @@ def tensors(op: str, operands: list[tuple[str, Any, int | None]]) -> None:
         validate.no_transforms(op, given)
         if operands[0][2] == 2:
             validate.in_rows(op, operands[0][1])
+        for name, t in given:
+            if name == "weight":
+                validate.in_rows_or_columns(op, t)
+            elif name == "bias" and t is not None:
+                validate.one_row(op, t, t.shape[0])
 
 
 def _no(op: str, **arguments: Any) -> None:

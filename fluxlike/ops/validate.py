@@ -86,18 +86,33 @@ def operands(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
             f"{op}: x is {tuple(x.shape)} and weight {tuple(weight.shape)}, their second sizes (K) must be equal; weight is "
             "[N, K] as in torch.nn.Linear, so pass weight.T if it is [K, N]"
         )
-    if bias is not None and (bias.shape[0] != weight.shape[0] or (bias.stride(0) != 1 and bias.shape[0] > 1)):
-        raise ValueError(
-            f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}; it must be [{weight.shape[0]}] (N), contiguous"
-        )
+    if bias is not None:
+        one_row(op, bias, n)
     in_rows(op, x)
-    if not tiling.is_row_major(weight) and weight.stride(0) != 1 and n > 1 and weight.numel():
+    in_rows_or_columns(op, weight)
+    for name, size in (("M", m), ("N", n), ("K", k)):
+        countable(op, name, size)
+
+
+def one_row(op: str, bias: torch.Tensor, n: int) -> None:
+    if bias.shape[0] != n or not is_one_row(bias):
+        raise ValueError(f"{op}: bias is {tuple(bias.shape)} with stride {bias.stride()}; it must be [{n}] (N), contiguous")
+
+
+def is_one_row(bias: torch.Tensor) -> bool:
+    return bias.stride(0) == 1 or bias.shape[0] <= 1
+
+
+def in_rows_or_columns(op: str, weight: torch.Tensor) -> None:
+    if not is_in_rows_or_columns(weight):
         raise ValueError(
             f"{op}: weight has strides {weight.stride()}, it must be row-major or the transposed view of a row-major tensor; use "
             "weight.contiguous()"
         )
-    for name, size in (("M", m), ("N", n), ("K", k)):
-        countable(op, name, size)
+
+
+def is_in_rows_or_columns(weight: torch.Tensor) -> bool:
+    return tiling.is_row_major(weight) or weight.stride(0) == 1 or weight.shape[0] <= 1 or not weight.numel()
 
 
 def whole(op: str, name: str, size: Any, here: int) -> None:
