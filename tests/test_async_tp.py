@@ -279,6 +279,7 @@ GRAPHS = {
     "middle": ((2, 3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 2, g), w), 1, 1, ""),
     "one of a batch": ((1, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w), 1, 1, ""),
     "first of three": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), w, b).relu(), 1, 1, ""),
+    "no features": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x[..., :0], 1, g), w[:, :0], b), 1, 1, ""),
     "slices": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(sliced(x, 1, g.size(), g), w), 1, 1, ""),
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),

@@ -11,6 +11,7 @@ order, and that is all that matters here. ag_gemm and gemm_rs have the ranks' ro
 otherwise (d > 0 and a batch), one copy brings them in order, as the cat did.
 """
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -233,7 +234,8 @@ def _put_ag_gemm(
     whole, sizes = chain[-1], shape(chain[-1])
     if whole.target is CAST:
         shard = rewrite.add(CAST, shard, whole.args[1])
-    rows = rewrite.rows(rewrite.reshaped(shard, [-1, sizes[-1]]) if value(shard).dim() != 2 else shard)
+    # a number of rows that is known is said: of a tensor without elements it does not follow
+    rows = rewrite.rows(rewrite.reshaped(shard, [math.prod(shape(shard)[:-1]), sizes[-1]]))
     weights = [rewrite.weight(p.right) for p in products]
     biases = [rewrite.bias(p) for p in products] if any(p.bias is not None for p in products) else []
     beside = _elsewhere(chain)
