@@ -161,9 +161,9 @@ def _weight(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.dim() != 2 or validate.is_in_rows_or_columns(weight) else weight.contiguous()
 
 
-def _bias(bias: torch.Tensor) -> torch.Tensor:
-    """As `_weight`."""
-    return bias if bias.dim() != 1 or validate.is_one_row(bias) else bias.contiguous()
+def _bias(bias: Any) -> Any:
+    """As `_weight`; None is none."""
+    return bias if bias is None or bias.dim() != 1 or validate.is_one_row(bias) else bias.contiguous()
 
 
 # -- gemm_rs --------------------------------------------------------------------------------------------------------------
@@ -174,8 +174,7 @@ def gemm_rs_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, k: int | None
 ) -> torch.Tensor:
     """``k``: K of all ranks, if the caller says it."""
-    bias = None if bias is None else _bias(bias)
-    return rs.call(_rows(x), _weight(weight), bias=bias, group=group_of(group_name), k=k)
+    return rs.call(_rows(x), _weight(weight), bias=_bias(bias), group=group_of(group_name), k=k)
 
 
 @gemm_rs_op.register_fake
@@ -327,8 +326,7 @@ def _(
 
 @torch.library.custom_op("fluxlike::gemm_ar", mutates_args=())
 def gemm_ar_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str) -> torch.Tensor:
-    bias = None if bias is None else _bias(bias)
-    return ar.call(_rows(x), _weight(weight), bias=bias, group=group_of(group_name))
+    return ar.call(_rows(x), _weight(weight), bias=_bias(bias), group=group_of(group_name))
 
 
 @gemm_ar_op.register_fake

@@ -182,9 +182,10 @@ class SparseAllReduceContext(EpochContext):
     def pending_of(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """The exchange of these ids: that which was started with them, or one that begins now."""
         capturing, pending = self.world.executor.is_capturing(), self._pending
+        name = SCATTER if scatter else NAME
         if pending is not None and pending.captured != capturing:
             where = "in a CUDA graph and their gradient is not" if pending.captured else "before the CUDA graph of their gradient"
-            raise ValueError(f"{NAME}: ids were started {where}; call start_indices where that is, or cancel_indices first")
+            raise ValueError(f"{name}: ids were started {where}; call start_indices where that is, or cancel_indices first")
         self._pending = None
         if pending is None:
             pending = self.exchange(ids, capacity, table_rows, scatter)
@@ -192,7 +193,7 @@ class SparseAllReduceContext(EpochContext):
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
                 raise ValueError(
-                    f"{NAME}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those "
+                    f"{name}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those "
                     "of the gradient, in its order"
                 )
         pending.joined.close()
