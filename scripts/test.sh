@@ -165,9 +165,9 @@ if [ $# -eq 0 ]; then
              bench_sparse doctor doctor_facts links public_api numerics offsets sanitizer_case scripts security whole_sizes"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
-             gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_reports compiled_graphs operands racecheck
-             racecheck_host racecheck_memory racecheck_tables racecheck_waits runfile sequential sparse_ahead sparse_all_reduce
-             sparse_in_a_model sparse_index sparse_refusals trace trees waves as_on_gpus bench_few"
+             gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_calls async_tp_reports compiled_graphs
+             operands racecheck racecheck_host racecheck_memory racecheck_tables racecheck_waits runfile sequential sparse_ahead
+             sparse_all_reduce sparse_in_a_model sparse_index sparse_refusals trace trees waves as_on_gpus bench_few"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done

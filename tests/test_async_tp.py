@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import device, ints, run_ranks
 from torch import nn
-from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -21,8 +20,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import fluxlike
-from fluxlike.nn import async_tp, patterns
 from fluxlike.nn.async_tp import AsyncTP
 from fluxlike.ops import ag_gemm as ag
 from fluxlike.ops import gemm_rs as rs
@@ -280,6 +277,7 @@ GRAPHS = {
     "one of a batch": ((1, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w), 1, 1, ""),
     "first of three": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 0, g), w, b).relu(), 1, 1, ""),
     "no features": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x[..., :0], 1, g), w[:, :0], b), 1, 1, ""),
+    "no columns": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(gathered(x, 1, g), w[:0], b[:0]), 1, 1, ""),
     "slices": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(sliced(x, 1, g.size(), g), w), 1, 1, ""),
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
@@ -313,6 +311,8 @@ GRAPHS = {
     "sum": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g), 1, 1, ""),
     "mean": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g, "avg"), 1, 1, ""),
     "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),
+    "no features scattered": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x[..., :0], w[:, :0]), 1, g), 1, 1, ""),
+    "no columns scattered": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w[:0], b[:0]), 1, g), 1, 1, ""),
     "its bias": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b / g.size()), 1, g), 1, 1, ""),
     "a sum of products": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w) + F.linear(x + 1, v), 1, g), 1, 1, ""),
     "a sum that is scaled": (
@@ -430,8 +430,8 @@ GATHERS_ANY_DIMENSION = tuple(map(int, torch.__version__.split(".")[:2])) not in
 
 
 def test_graphs_of_any_size():
-    several = ["several, some with a bias, and the gathered"] if GATHERS_ANY_DIMENSION else []
-    run_ranks(sized, 2, names=[*several, "slices", "its bias", "first of three"])
+    several = ["several, some with a bias, and the gathered", "no features", "no columns"] if GATHERS_ANY_DIMENSION else []
+    run_ranks(sized, 2, names=[*several, "slices", "its bias", "first of three", "no features scattered", "no columns scattered"])
 
 
 def undone(group):
@@ -455,175 +455,3 @@ def undone(group):
 
 def test_what_cannot_be_replaced_stays():
     run_ranks(undone, 2)
-
-
-# pads
-
-
-def unaligned(group, force):
-    """Inductor pads products where a measurement of each rank's says so; here it would on rank 0 only, and on CPUs too."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    x, w, v, u = (numbers(s, i) for i, s in enumerate([(4 * size, 6), (10, 6), (10, 6), (6, 10)]))
-    leaves = [t.clone().requires_grad_() for t in (x[4 * rank : 4 * rank + 4], w, v, u)]
-
-    def program(x, w, v, u):  # what goes into the silu is kept for the backward
-        y = functional.all_gather_tensor_autograd(x, 0, group)
-        return functional.reduce_scatter_tensor_autograd((F.silu(y @ w.T) * (y @ v.T)) @ u.T, "sum", 0, group)
-
-    compilable()
-    tp = AsyncTP()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pad_mm, "check_device", lambda a, b: True)
-        patch.setattr(pad_mm, "has_triton", lambda: True, raising=False)  # not every torch looks for it there
-        fast = torch.compile(program, fullgraph=True, options=tp.options | {"force_shape_pad": force and rank == 0})
-        y = fast(*leaves)
-        y.square().sum().backward()
-    assert (tp.found, tp.replaced) == (4, 4), str(tp)
-    plain = [t.detach().clone().requires_grad_() for t in leaves]
-    right = program(*plain)
-    right.square().sum().backward()
-    for name, got, want in zip("yxwvu", (y, *(t.grad for t in leaves)), (right, *(t.grad for t in plain)), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("force", (False, True))
-def test_no_product_is_padded(force):
-    run_ranks(unaligned, 2, force=force)
-
-
-def told(group):
-    """A pass that is set for all of inductor has a word on pads, once."""
-    from torch._inductor import config
-
-    with pytest.MonkeyPatch.context() as patch:
-        said = []
-        patch.setattr(async_tp, "PADDED_ON", ("cpu", "cuda"))
-        patch.setattr(async_tp.log, "warning", lambda text, *args: said.append(text % args))
-        given = operands("rows", group)
-        for padding, words in ((False, 0), (True, 1)):
-            tp = AsyncTP()
-            with config.patch(shape_padding=padding):
-                for _ in range(2):
-                    tp(traced(GRAPHS["rows"][1], given, group).graph)
-            assert tp.replaced == 2 and len(said) == words
-    assert "torch._inductor.config.shape_padding = False" in said[0]
-
-
-def test_pads_are_warned_of():
-    run_ranks(told, 2)
-
-
-# effects
-
-
-def ordered(group):
-    """Calls of the pass among calls by hand, through inductor: all are made, in the order of the program, on all ranks."""
-    x, w, _, u, _ = operands("rows", group)
-
-    def program(x, w, u):
-        y = scattered(F.gelu(gathered(x, 0, group) @ w.T) @ u.T, 0, group)
-        z = fluxlike.ag_gemm(x, w, group=group)  # nobody uses it, and every rank takes part in it
-        return scattered((z := fluxlike.ag_gemm(x + 1, w, group=group)) @ u.T, 0, group) + y, fluxlike.gemm_rs(z, u, group=group)
-
-    compilable()
-    tp = AsyncTP()
-    fast = torch.compile(program, fullgraph=True, options=tp.options)
-    with torch.no_grad(), calls() as made:
-        after = fast(x, w, u)
-    with torch.no_grad():
-        for actual, wanted in zip(after, program(x, w, u), strict=True):
-            close(actual, wanted, "ordered")
-    assert tp.replaced == tp.found == 3, str(tp)
-    return made
-
-
-def test_calls_keep_their_order_in_inductor():
-    assert run_ranks(ordered, 2) == [["ag_gemm", "gemm_rs", "ag_gemm", "ag_gemm", "gemm_rs", "gemm_rs"]] * 2
-
-
-def apart(group):
-    """The gathered tensor, beside the whole that the program has made of it, which is a copy also where the same rows are."""
-    ranks = dist.get_world_size(group)
-
-    def program(x, w):
-        y = functional.all_gather_tensor_autograd(x, 0, group)
-        return F.linear(torch.cat(y.chunk(ranks), 1), w), y
-
-    compilable()
-    tp, found = AsyncTP(), []
-    for run in (program, torch.compile(program, fullgraph=True, options=tp.options)):
-        x, w = (numbers(shape, 7).requires_grad_() for shape in ((1, 4, K), (8, K)))
-        z, y = run(x, w)
-        y.detach().mul_(0)  # the caller's own by now
-        z.sum().backward()
-        found.append((z, w.grad, x.grad))
-    assert tp.replaced >= 1, str(tp)
-    for actual, wanted in zip(*found, strict=True):
-        close(actual, wanted, "apart")
-
-
-def test_what_is_gathered_and_its_whole_are_two_tensors():
-    run_ranks(apart, 2)
-
-
-def laid_out(group):
-    """Operands that are parts of what inductor lays out with its channels last, which the graph has in rows."""
-    x, v = numbers((4, K, K), 7 + dist.get_rank(group)), numbers((K, K), 3)
-
-    def program(x, v):
-        h = F.conv2d(x[None], v[:4, :4, None, None])[0]
-        z = F.linear(gathered(h[3], 0, group), h[0], h[1][0])
-        return z, scattered(F.linear(v, h[2], h[1][1]), 0, group), fluxlike.gemm_ar(v, h[0], bias=h[1][0], group=group)
-
-    compilable()
-    tp = AsyncTP()
-    with torch.no_grad():
-        after = torch.compile(program, fullgraph=True, options=tp.options)(x, v)
-        for actual, wanted in zip(after, program(x, v), strict=True):
-            close(actual, wanted, "laid out")
-    assert tp.replaced == tp.found == 2, str(tp)
-    for run in (fluxlike.gemm_rs, fluxlike.ag_gemm, fluxlike.gemm_ar):  # what nobody but the program lays out is refused still
-        w = numbers((2 * K, 2 * K), 5).requires_grad_()
-        for given, why in (((w[::2, ::2], w[0, :K]), "weight has strides"), ((w[:K, :K], w[0, ::2]), "bias is")):
-            with pytest.raises(ValueError, match=why):
-                run(v, given[0], bias=given[1], group=group)
-
-
-def test_inductor_lays_out_weights_and_biases():
-    run_ranks(laid_out, 2)
-
-
-def threaded(group):
-    """A token goes through all calls; what nobody uses stays, and equal calls stay two."""
-    from torch._functorch.compile_utils import fx_graph_cse
-
-    def program(x, w, v, u, b, group):
-        return [gathered(x, 0, group) @ w.T, *(scattered(x @ w.T, 0, group) for _ in range(2))]
-
-    graph = traced(program, operands("rows", group), group).graph
-    tp = AsyncTP()
-    tp(graph)
-    nodes = [n for n in graph.nodes if n.target is torch.ops.higher_order.with_effects]
-    assert [n.args[1].name() for n in nodes] == ["fluxlike::ag_gemm", "fluxlike::gemm_rs", "fluxlike::gemm_rs"] and tp.replaced == 3
-    for before, node in zip([None, *nodes], nodes, strict=False):
-        token = node.args[0]
-        assert token.target is torch.ops.prims._make_token.default if before is None else token.args == (before, 0)
-    assert sum(n.target is torch.ops.prims._make_token.default for n in graph.nodes) == 1
-    merged = fx_graph_cse(graph)
-    assert sum(n.target is torch.ops.higher_order.with_effects for n in merged.nodes) == 3
-    (output,) = graph.find_nodes(op="output")
-    output.args = ([],)
-    graph.eliminate_dead_code()
-    assert sum(n.target is torch.ops.higher_order.with_effects for n in graph.nodes) == 3
-
-
-def test_the_token():
-    run_ranks(threaded, 2)
-
-
-def test_a_scalar_has_no_rows():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    graph = make_fx(lambda x: [x.view(1), x.view(()).view(1, 1)], tracing_mode="fake")(torch.ones(1)).graph
-    views = [node for node in graph.nodes if node.target is torch.ops.aten.view.default]
-    assert [patterns.keeps_rows(view) for view in views] == [True, False, False]

@@ -89,7 +89,20 @@ class Rewrite:
         return self.add(inductor_prims.force_stride_order, x, [columns, 1])
 
     def reshaped(self, x: Node, sizes: Sequence[Any]) -> Node:
-        return x if same(shape(x), sizes) else self.add(aten.reshape.default, x, known(sizes))
+        return x if same(shape(x), sizes) else self.add(aten.reshape.default, x, self.sizes(x, sizes))
+
+    def sizes(self, x: Node, wanted: Sequence[Any]) -> list[Any]:
+        """Sizes as a reshape of ``x`` takes them, which has as many rows and features: -1 stands for one that is not known.
+
+        It does not follow where there are no features; then it is made of the one that is not known of ``x``.
+        """
+        found: list[Any] = [*known(wanted)]
+        if 0 not in found or -1 not in found:
+            return found
+        given = known(shape(x))
+        rows = self.add(operator.mul, self.add(aten.sym_size.int, x, given.index(-1)), math.prod(n for n in given if n > 0))
+        found[found.index(-1)] = self.add(operator.floordiv, rows, math.prod(n for n in found if n > 0))
+        return found
 
     def weight(self, right: Node) -> Node:
         """The right side [K, N] of a product as the weight [N, K] of a call."""
@@ -121,9 +134,9 @@ class Rewrite:
         *front, last = sizes
         if all(equal(size, 1) for size in front[:dim]):
             return self.reshaped(rows, sizes)
-        parts = self.add(aten.reshape.default, rows, known([ranks, *front[:dim], front[dim] // ranks, *front[dim + 1 :], last]))
+        parts = self.reshaped(rows, [ranks, *front[:dim], front[dim] // ranks, *front[dim + 1 :], last])
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(sizes) + 1)]
-        return self.add(aten.reshape.default, self.add(aten.permute.default, parts, order), known(sizes))
+        return self.reshaped(self.add(aten.permute.default, parts, order), sizes)
 
     def spread(self, rows: Node, sizes: Sequence[Any], dim: int, ranks: int) -> Node:
         """The inverse: rows of the whole of ``sizes`` as rows of the ranks, one after the other."""
@@ -132,8 +145,7 @@ class Rewrite:
             return rows
         parts = [*front[:dim], ranks, front[dim] // ranks, *front[dim + 1 :], last]
         order = [dim, *range(dim), *range(dim + 1, len(parts))]
-        apart = self.add(aten.permute.default, self.add(aten.reshape.default, rows, known(parts)), order)
-        return self.add(aten.reshape.default, apart, known(shape(rows)))
+        return self.reshaped(self.add(aten.permute.default, self.reshaped(rows, parts), order), shape(rows))
 
     def thread(self) -> None:
         """One token through all calls with an ordered effect, those that were there and those put in, in the graph's order."""
