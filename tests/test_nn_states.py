@@ -309,6 +309,30 @@ def test_what_does_not_fit_a_layer_is_said():
 
 
 @on_device
+def laid_out(group):
+    """What column-parallel layers return is contiguous, as nn.Linear's, also where a rank has one step of each sequence."""
+    size, rank = group.size(), group.rank()
+    mesh, whole = DeviceMesh.from_group(group, device().type), model()
+    x = torch.randn(3, size, HIDDEN, generator=torch.Generator().manual_seed(5), device="cpu").to(device())
+    shard = x.chunk(size, 1)[rank]
+    layer = fluxlike.nn.ColumnParallelLinear.from_linear(whole.gate, group=group)
+    results = [layer(shard)]
+    for shared in (False, True):
+        results.append(parallel(model(), mesh, shared=shared).gate(shard))
+    colwise = fluxlike.nn.ColwiseParallel(use_local_output=False)
+    spread = parallelize_module(model(), mesh, {"gate": colwise, "down": torchs.RowwiseParallel()})
+    h = spread.gate(shard)
+    close(spread.down(h), whole.down(whole.gate(x)), "torch's style behind it")  # which takes a DTensor for what it says it is
+    for z in (*results, h.to_local()):
+        assert z.is_contiguous(), z.stride()
+        close(z.view(3 * size, -1), whole.gate(x).chunk(size, 2)[rank].flatten(0, 1), "as rows")
+
+
+def test_results_are_laid_out_as_those_of_linear_layers():
+    run_ranks(laid_out, 2)
+
+
+@on_device
 def on_meta(group):
     """Shapes can be asked for on the meta device; weights that were left there are an error, not what memory holds."""
     mesh = DeviceMesh.from_group(group, device().type)

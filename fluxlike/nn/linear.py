@@ -47,7 +47,8 @@ def whole_from_rows(rows: torch.Tensor, shape: Sequence[int], dim: int, ranks: i
     if len(shape) == 2:
         return rows
     parts = rows.unflatten(0, (ranks, *shape[:-1]))
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    # laid out as nn.Linear's result: flatten gives a view where a rank has one step of the sequence
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def rows_from_whole(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
