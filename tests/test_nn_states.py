@@ -333,6 +333,28 @@ def test_results_are_laid_out_as_those_of_linear_layers():
 
 
 @on_device
+def featureless(group):
+    """Layers without input features give the bias, as nn.Linear does."""
+    size, rank, x = group.size(), group.rank(), torch.empty(2, group.size(), 0, requires_grad=True)
+    linear = nn.utils.skip_init(nn.Linear, 0, 2 * size)  # there is nothing to draw
+    nn.init.uniform_(linear.bias)
+    mesh = DeviceMesh.from_group(group, device().type)
+    column = fluxlike.nn.ColumnParallelLinear.from_linear(linear, group=group)
+    row = fluxlike.nn.RowParallelLinear.from_linear(linear, group=group)
+    for style, layer, part in ((fluxlike.nn.ColwiseParallel, column, x[:, :1]), (fluxlike.nn.RowwiseParallel, row, x)):
+        for ours in (layer, parallelize_module(copy.deepcopy(linear), mesh, style())):
+            y = ours(part)
+            bias = linear.bias.chunk(size)[rank] if layer is column else linear.bias
+            close(y, bias.expand_as(y), style.__name__)
+            y.sum().backward()
+            assert y.shape[:2] == (2, size if layer is column else 1)
+
+
+def test_layers_without_features():
+    run_ranks(featureless, 2)
+
+
+@on_device
 def on_meta(group):
     """Shapes can be asked for on the meta device; weights that were left there are an error, not what memory holds."""
     mesh = DeviceMesh.from_group(group, device().type)

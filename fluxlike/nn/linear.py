@@ -38,7 +38,7 @@ def arrived(x: torch.Tensor) -> torch.Tensor:
 
 def rows_of_shard(x: torch.Tensor) -> torch.Tensor:
     """[…, features] as rows."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.flatten(0, -2)  # also where there are no features, of which reshape(-1, 0) could not tell the rows
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
