@@ -302,6 +302,10 @@ def misfits(group):
     doubles = fluxlike.nn.RowParallelLinear(HIDDEN, 8, group=group, dtype=torch.float64)
     with torch.autocast(device().type, torch.bfloat16), pytest.raises(ValueError, match="float64"):
         doubles(torch.zeros(4, HIDDEN // 2, dtype=torch.float64))
+    for ours in (layer, fluxlike.nn.RowParallelLinear(HIDDEN * group.size(), 8, group=group)):
+        for dtype in (torch.complex64, torch.int64):  # which torch's autocast leaves alone, and nn.Linear refuses
+            with torch.autocast(device().type, torch.bfloat16), pytest.raises(ValueError, match=f"the input has dtype {dtype} and"):
+                ours(torch.ones(4, HIDDEN, dtype=dtype))
 
 
 def test_what_does_not_fit_a_layer_is_said():

@@ -144,8 +144,12 @@ def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> list[Any]:
 
 
 def autocast_dtype(t: torch.Tensor, kind: str) -> torch.dtype:
-    """That dtype, of an operand of a layer whose input is on a device of this kind; doubles torch.autocast leaves alone."""
-    return torch.get_autocast_dtype(kind) if _casts(kind) and t.dtype != torch.float64 else t.dtype
+    """That dtype, of an operand of a layer whose input is on a device of this kind.
+
+    As torch.autocast, it leaves alone doubles and what has no floating point: of complex numbers a cast would drop a part.
+    """
+    cast = _casts(kind) and t.is_floating_point() and t.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else t.dtype
 
 
 def _casts(kind: str) -> bool:
