@@ -340,7 +340,7 @@ def test_results_are_laid_out_as_those_of_linear_layers():
 def featureless(group):
     """Layers without input features give the bias, as nn.Linear does."""
     size, rank, x = group.size(), group.rank(), torch.empty(2, group.size(), 0, requires_grad=True)
-    linear = nn.utils.skip_init(nn.Linear, 0, 2 * size)  # there is nothing to draw
+    linear = nn.utils.skip_init(nn.Linear, 0, 2 * size, device=device())  # there is nothing to draw
     nn.init.uniform_(linear.bias)
     mesh = DeviceMesh.from_group(group, device().type)
     column = fluxlike.nn.ColumnParallelLinear.from_linear(linear, group=group)
