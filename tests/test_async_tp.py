@@ -308,6 +308,8 @@ GRAPHS = {
     "no product": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).relu() @ w.T, 1, 0, "no product takes"),
     "a weight after another gather": (
         (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ gathered(x.relu(), 0, g).T, 2, 0, "cannot come before the gather"),
+    "a weight that the graph holds": (
+        (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ torch.tensor([[1.0, 2.0]] * K, device=x.device), 1, 1, ""),
     "sum": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g), 1, 1, ""),
     "mean": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g, "avg"), 1, 1, ""),
     "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),

@@ -226,7 +226,7 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
     for product in sorted(products, key=lambda p: order[p.node]):
         try:
             _check_dtypes(product, value(whole))
-            early |= _needed(product, {*chain, *views}, order, order[wait])
+            early |= _needed(product, set(chain), order, order[wait])
             ready.append(product)
         except Left as left:
             reasons.append(str(left))
@@ -340,7 +340,7 @@ def _needed(product: Product, banned: set[Node], order: dict[Node, int], since: 
         node = look.pop()
         if node in banned:
             raise Left(f"the other side of the product {product.node} comes from what is gathered")
-        if order[node] < since or node in needed or node.op in ("placeholder", "get_attr"):
+        if order[node] < since or node in needed:
             continue
         if node.is_impure() or node.target in (GATHER, SCATTER, with_effects):
             raise Left(f"the other side of the product {product.node} waits for {node}, which cannot come before the gather")
