@@ -233,9 +233,32 @@ def written(x, w, group):
 def written_gathered(x, w, group):
     """A product of a view of what is gathered, which is written to in between."""
     y = gathered(x, 0, group)
-    rows = y.view(-1, K)
+    rows, t = y.view(-1, K), w.T
     y.mul_(2)
-    return rows @ w.T
+    return rows @ t
+
+
+def written_between(x, w, v, group):
+    """Products of one collective, with what the second of them takes written to behind the first."""
+    y, t = gathered(x, 0, group), v.T
+    first = y @ w.T
+    v.mul_(2)
+    z, t = [first, y @ t], w.T
+    one = x @ t
+    x.mul_(2)
+    return [*z, scattered(one + x @ t, 0, group)]
+
+
+def of_two(x, group):
+    """Chunks of two gathers, as if they were of one."""
+    whole, other, part = gathered(x, 0, group), gathered(x + 1, 0, group), x.shape[0]
+    return torch.cat([(other if i else whole)[i * part : (i + 1) * part] for i in range(group.size())], 1)
+
+
+def chunk_elsewhere(x, u, group):
+    """A scatter along dimension 1 of a product, one chunk of which is used by itself."""
+    parts = F.linear(x, u).chunk(group.size(), 1)
+    return [functional.reduce_scatter_tensor(torch.cat(parts), "sum", 0, group), parts[0] + 1]
 
 
 def cast_and_chunk(x, w, group):
@@ -308,8 +331,40 @@ GRAPHS = {
     "no product": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).relu() @ w.T, 1, 0, "no product takes"),
     "a weight after another gather": (
         (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ gathered(x.relu(), 0, g).T, 2, 0, "cannot come before the gather"),
+    "a bias of the second only": (
+        (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), v), F.linear(y, w, b)], 1, 1, ""),
+    "dimensions from the end": (
+        (3, 4, K), lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g).split(3, -3), -2), w), 1, 1, ""),
+    "slices from the end": (
+        (3, 4, K),
+        lambda x, w, v, u, b, g: F.linear(
+            torch.cat([y.narrow(-3, i, 3) for y in [gathered(x, 0, g)] for i in range(0, len(y), 3)], -2), w),
+        1, 1, ""),
+    "a weight that is no transpose": ((4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ u.permute(0, 1), 1, 1, ""),
     "a weight that the graph holds": (
         (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g) @ torch.tensor([[1.0, 2.0]] * K, device=x.device), 1, 1, ""),
+    "another length of rows": (
+        (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).view(-1, K // 2) @ w.T[: K // 2], 1, 0, "no product takes"),
+    "the first rows only": (
+        (3, 4, K),
+        lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g)[: g.size()].split(1), 1), w), 1, 0, "no product takes"),
+    "of two gathers": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(of_two(x, g), w), 2, 0, "no product takes"),
+    "chunks along another dimension": (
+        (3, 4, K), lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g).chunk(g.size(), 1)), w), 1, 0, "no product takes"),
+    "cast, and itself": (
+        (4, K), lambda x, w, v, u, b, g: [(y := gathered(x.bfloat16(), 0, g)).float() @ w.T, y + 1], 1, 0, "no product takes"),
+    "a bias that is gathered": (
+        (4, K), lambda x, w, v, u, b, g: F.linear(x, u.T[:4], gathered(b[: 4 // g.size()], 0, g)), 1, 0, "no product takes"),
+    "a bias for each number": (
+        (N, K), lambda x, w, v, u, b, g: torch.addmm(b.outer(b), gathered(x[: N // g.size()], 0, g), w.T), 1, 0, "is scaled"),
+    "written to between products": (
+        (ROWS, K), lambda x, w, v, u, b, g: written_between(x, w, v, g), 2, 0, "in place"),
+    "chunks side by side": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.cat((x @ w).chunk(2), 1), 0, g), 1, 0, "neither a product"),
+    "a chunk used elsewhere": ((3, ROWS, N), lambda x, w, v, u, b, g: chunk_elsewhere(x, u, g), 1, 0, "used elsewhere"),
+    "twice the same": ((ROWS, N), lambda x, w, v, u, b, g: scattered((y := x @ w) + y, 0, g), 1, 0, "adds one product to itself"),
+    "one of several results": (
+        (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.cat([x.topk(4, 0)[0]] * g.size()), 0, g), 1, 0, "neither a product"),
     "sum": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g), 1, 1, ""),
     "mean": ((ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w, 0, g, "avg"), 1, 1, ""),
     "a batch scattered": ((3, ROWS, N), lambda x, w, v, u, b, g: scattered(F.linear(x, u), 1, g), 1, 1, ""),
