@@ -121,6 +121,18 @@ def test_what_cannot_be_is_refused():
         assert choice.choose(problem, "auto", {problem.shape: bad}).transport in choice.TRANSPORTS["ag_gemm"]
     assert choice.why_not(replace(problem, m=4), good), "a low chunk may have to be read by pointers, in low tiles"
     assert choice.why_not(replace(problem, n=4 * 515), good), "a ragged result in wide tiles spills"
+    sizes = ("m", 4 * 64, False), ("m", 4 * 64 + 1, True), ("n", 4 * 128, False), ("n", 4 * 144, True), ("n", 4 * 256 - 3, True)
+    for name, size, possible in sizes:
+        assert (choice.why_not(replace(problem, **{name: size}), good) is None) == possible, (name, size)
+    assert good.tile.bn == 256
+
+
+def test_what_a_table_holds_for_torch_is_of_calls_alone():
+    problem = on_h200("gemm_rs", 4096, 4096, 4096)
+    measured = {problem.shape: choice.usual(problem, "decomposed")}
+    assert choice.choose(problem, "auto", measured).transport == "decomposed"
+    part = replace(problem, part_of=2)
+    assert choice.choose(part, "auto", measured) == choice.choose(part, "auto", {}) != measured[problem.shape]
 
 
 def records(ranks=4):

@@ -174,6 +174,24 @@ def test_ranks_that_make_a_call_by_different_transports():
     run_ranks(by_different_ways, 2)
 
 
+def late_difference(group):
+    """Entries that differ in what is cut off, as those of long lists may; and equal ones that are as long."""
+    rank = dist.get_rank(group)
+    ctx, text = make_context("gemm_rs", "in_kernel", group), "call of a list of " + "64 " * calls.RING
+    ctx.board.call(text)
+    dist.barrier(group)
+    said, _ = told(lambda: ctx.board.call(f"{text}and {rank}"), ValueError)
+    dist.barrier(group)  # who came first has seen nothing yet
+    said = said or told(lambda: ctx.board.call(text), ValueError)[0]
+    assert "CallMismatch" in said and said.count("at 'call of a list of 64 64") == 2, said
+    ctx.close()
+    works(group)
+
+
+def test_entries_that_differ_in_what_is_cut_off():
+    run_ranks(late_difference, 2)
+
+
 def wrap(group):
     """More calls than the ring has entries; then a difference, and one that is overwritten when the other rank comes."""
     rank = dist.get_rank(group)

@@ -168,7 +168,7 @@ def why_not(problem: Problem, choice: Choice) -> str | None:
     known = (replace(t, group_m=tile.group_m) for t in tiles(problem.capability, problem.dtype))
     if tile.group_m not in GROUPS or tile not in known:
         return f"no tile {tile} for compute capability {problem.capability} and {problem.dtype}"
-    if tma and problem.dtype != torch.float32 and problem.rows <= SMALL_ROWS and tile.bm > SMALL_ROWS:
+    if tma and problem.rows <= SMALL_ROWS and tile.bm > SMALL_ROWS:
         return f"tiles of {tile.bm} rows for chunks of {problem.rows}, which operands that TMA cannot address read by pointers"
     if not fits_columns(tile, problem.columns):
         return f"tiles of {tile.bn} columns for {problem.columns} of them"
