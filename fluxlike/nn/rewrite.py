@@ -24,7 +24,7 @@ from torch._inductor import inductor_prims
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from ..ops import library, tiling
+from ..ops import library
 from ..ops.context import DTYPES
 from ..runtime import world
 from .patterns import (
@@ -105,13 +105,10 @@ class Rewrite:
         return found
 
     def weight(self, right: Node) -> Node:
-        """The right side [K, N] of a product as the weight [N, K] of a call."""
+        """The right side [K, N] of a product as the weight [N, K] of a call, which copies one that lies otherwise than it takes."""
         if right.target is aten.permute.default and right.args[1] == [1, 0]:
-            w: Any = right.args[0]
-        else:
-            w = self.add(aten.permute.default, right, [1, 0])
-        legal = tiling.is_row_major(value(w)) or equal(value(w).stride(0), 1)
-        return w if legal else self.add(aten.clone.default, w, memory_format=torch.contiguous_format)
+            return right.args[0]  # type: ignore[return-value]
+        return self.add(aten.permute.default, right, [1, 0])
 
     def bias(self, product: Product) -> Node:
         """The bias of a call, which takes one for each weight or none: zeros for a product that has none."""
@@ -121,8 +118,7 @@ class Rewrite:
                 raise Left("the number of columns is dynamic")
             like = value(product.node)
             return self.add(aten.full.default, [columns], 0, dtype=like.dtype, device=like.device)
-        dense = equal(value(product.bias).stride(0), 1)
-        return product.bias if dense else self.add(aten.clone.default, product.bias, memory_format=torch.contiguous_format)
+        return product.bias
 
     def of_all(self, features: Sequence[Any], ranks: int) -> int | None:
         """What a call says of the features of all ranks, of which this one has these."""
