@@ -4,6 +4,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import cover
@@ -31,6 +32,10 @@ else:  # how long one example takes says how busy the machine is
 #: Seconds that a test may take under torchrun, where the slowest took 87 beside thirteen pytests: waits that are not ours, as
 #: NCCL's, have no limit. pytest-timeout could not end them, and need not be there.
 LIMIT_S = 240
+#: Seconds between a failure on one rank and the end of all, in which others that fail, too, can say so; rank 0 ends sooner.
+APART_S = 10
+#: Whether a test failed on this rank.
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser):
@@ -86,6 +91,16 @@ def pytest_sessionstart(session):
 def pytest_sessionfinish(session, exitstatus):
     if session.config.getoption("--behind") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = pytest.ExitCode.OK  # the last one was the one that failed
+    session.config.stash[FAILED] = session.testsfailed > 0
+
+
+def pytest_unconfigure(config):
+    """Of several ranks one whose test failed ends here, and torchrun the others, which may have passed and wait for it elsewhere."""
+    if ranks.TORCHRUN and config.stash.get(FAILED, False):
+        if ranks.TORCHRUN_RANK > 0:
+            time.sleep(APART_S)
+        sys.stdout.flush()
+        os._exit(pytest.ExitCode.TESTS_FAILED)
 
 
 def turned(items, first, step):
@@ -122,10 +137,11 @@ def _seed():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _end_of_ranks():
+def _end_of_ranks(request):
     yield
     ranks.close_pool()
-    ranks.close_torchrun()
+    if not request.session.testsfailed:  # all ranks meet in it
+        ranks.close_torchrun()
 
 
 @pytest.fixture
