@@ -132,6 +132,7 @@ MORE = ("--suite decode", "--shapes 512", "--graph", "--rounds 3", "--iters 2", 
 @pytest.mark.parametrize("more", MORE)
 def test_records_are_drawn_as_they_are(more, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)  # of several ranks, the first says it
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit) as leaving:
         bench.main(["all_reduce", "--plot-records", "x.json", *more.split()])
     assert leaving.value.code == 2
