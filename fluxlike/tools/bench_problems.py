@@ -52,6 +52,15 @@ def _model(hidden: int, inner: int, up: int) -> dict[str, tuple[Shape, ...]]:
     }
 
 
+def _attention(op: str) -> tuple[Shape, ...]:
+    """What Llamas of 8, 70 and 405 billion parameters project in attention: queries, keys and values for ag_gemm, all with one
+    gather, and what comes out for gemm_rs.
+    """
+    models = ((4096, 1024), (8192, 1024), (16384, 1024))  # columns of queries; of keys, and of values
+    tokens = (16, 64, 256, 1024, 2048, 4096, 8192)
+    return tuple(Shape(m, n if op == "gemm_rs" else n + 2 * kv, n) for n, kv in models for m in tokens)
+
+
 SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "headline": {
         "gemm_rs": _shapes(
@@ -81,6 +90,7 @@ SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
     "llama-405b": _model(16384, 53248, up=2),
     "gpt3-175b": _model(12288, 49152, up=1),
     "qwen-72b": _model(8192, 29568, up=2),
+    "attention": {op: _attention(op) for op in ("gemm_rs", "ag_gemm")},
     # small enough for the interpreter
     "toy": {"gemm_rs": _shapes("64x48x64 8x32x128 128x96x64"), "ag_gemm": _shapes("64x48x64 8x128x32 128x64x96")},
 }
