@@ -95,7 +95,7 @@ def pytest_sessionfinish(session, exitstatus):
 
 
 def pytest_unconfigure(config):
-    """Of several ranks one whose test failed ends here, and torchrun the others, which may have passed and wait for it elsewhere."""
+    """A rank whose test failed ends here, and torchrun the others, which may have passed, and wait for it in the next test."""
     if ranks.TORCHRUN and config.stash.get(FAILED, False):
         if ranks.TORCHRUN_RANK > 0:
             time.sleep(APART_S)

@@ -192,6 +192,13 @@ def test_models():
         assert [s.m for s in suite["ag_gemm"]] == [s.m for s in suite["gemm_rs"]]
 
 
+def test_attention():
+    suite = bench_problems.SUITES["attention"]
+    assert {s[1:] for s in suite["gemm_rs"]} == {(n, n) for n in (4096, 8192, 16384)}
+    assert {s[1:] for s in suite["ag_gemm"]} == {(6144, 4096), (10240, 8192), (18432, 16384)}
+    assert {s.m for op in suite.values() for s in op} == {16, 64, 256, 1024, 2048, 4096, 8192}
+
+
 def test_named_suites():
     headline, eight, decode = (bench_problems.SUITES[name] for name in ("headline", "eight", "decode"))
     assert len(headline["gemm_rs"]) == 9 and len(headline["ag_gemm"]) == 7

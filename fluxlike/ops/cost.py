@@ -23,7 +23,7 @@ Not in the model: clocks that fall under load (5 %), L2 cache, other work on the
 """
 
 from collections.abc import Callable
-from math import ceil, log2
+from math import log2
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 #: 690 from 0.3 ms on, 750 below 0.1 ms).
 GEMM_RATE = 730e12
 LONG, LONG_RATE = 0.25e-3, 690e12
-#: Of the time of whole waves, what cuBLAS takes for one wave or two that are not full; fitted.
-FEW_WAVES = 0.9
+#: Sides of cuBLAS's tiles, the other one 128; operations a second of a multiprocessor inside one, and seconds of its end. Fitted to
+#: what 31 products of up to two and a half waves took on H200s (docs/measured/2026-11-29-tiles.md).
+TORCH_SIDES, TORCH_TILE_RATE, TORCH_TILE_END = (128, 144, 160, 192, 256), 6.1e12, 1e-6
 #: Bytes a second that a copy engine pushes to a peer beside a GEMM, measured.
 COPY_RATE = 340e9
 #: Bytes a second that stores of kernels bring to the peers together: 64 programs on an idle GPU moved 335 GB/s, measured.
@@ -238,9 +239,18 @@ def torch_seconds(problem: "Problem", rows: int) -> float:
     operations = 2 * rows * problem.columns * depth / (TORCH_FP32 if problem.dtype == torch.float32 else 1.0)
     seconds = operations / (LONG_RATE if operations > LONG * GEMM_RATE else GEMM_RATE)
     waves = cdiv(rows, 128) * cdiv(problem.columns, 256) / problem.programs
-    if 0.5 < waves < 2 and problem.dtype != torch.float32:  # fewer tiles are split, more are of sizes that go up better
-        seconds = max(seconds, FEW_WAVES * ceil(waves) * (2 * 128 * 256 * depth / TILE_RATE + TILE_END))
+    if 0.5 < waves < 2.5 and problem.dtype != torch.float32:  # fewer tiles are split, and of more the last wave is less
+        seconds = max(seconds, _torch_waves(problem, rows, depth))
     return TORCH + _beside(seconds, problem.columns * depth * problem.dtype.itemsize / problem.memory, TORCH_HIDES)
+
+
+def _torch_waves(problem: "Problem", rows: int, depth: int) -> float:
+    """Of its waves, with the tiles for which they are shortest, in either direction."""
+    ways = [(a, b, side) for a, b in ((rows, problem.columns), (problem.columns, rows)) for side in TORCH_SIDES]
+    return min(
+        cdiv(cdiv(a, 128) * cdiv(b, side), problem.programs) * (2 * 128 * side * depth / TORCH_TILE_RATE + TORCH_TILE_END)
+        for a, b, side in ways
+    )
 
 
 def slowest_seconds(problem: "Problem", rows: int) -> float:

@@ -30,8 +30,9 @@ PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
 #: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
 MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
-#: Rate of a multiprocessor on tiles of 128×128 against 128×256: an assumption, not measured yet.
-NARROW = 0.8
+#: Rate of a multiprocessor on tiles of 128×128 against 128×256: on an H200 the median of 23 products with K of a rank from 2048 on,
+#: of 0.63 to 0.77 (docs/measured/2026-11-29-tiles.md). With less, the ends of tiles count for more.
+NARROW = 0.67
 
 
 def number(value: Any) -> Any:
