@@ -95,7 +95,8 @@ def share(
         shares, steps, late_shares = programs // lanes, cut // lanes * k_tiles, cdiv(late, lanes)
         if 0 < cut <= most and late_shares < shares:
             less = min(lag, longest_lag(shares, steps, late_shares)) if late else 0
-            takes = cdiv(steps + late_shares * less, shares) + cost_steps
+            # what is not made up for by shorter shares, they are behind in the end, too
+            takes = cdiv(steps + late_shares * less, shares) + (lag - less if late else 0) + cost_steps
             best = min(best, (Shared(cut, lanes, late_shares, less), takes), key=lambda found: found[1])
     return best
 
