@@ -15,7 +15,7 @@ from ranks import device, run_fresh
 
 import fluxlike
 from fluxlike.ops import choice, cost, validate
-from fluxlike.ops import nodes as between
+from fluxlike.ops.nodes_context import NodesContext
 from fluxlike.runtime import nodes, world
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,7 +116,7 @@ def rule(op, n, k, nodes_and_ranks, rate, schedule="auto", latency_alone=cost.PU
     def problem(m, n, k, full):
         return choice.Problem(op, (9, 0), 132, local, torch.bfloat16, m, n, k, True, count, memory)
 
-    made = object.__new__(between.NodesContext)
+    made = object.__new__(NodesContext)
     made.op, made.dtype, made.schedule, made.together, made._faster = op, torch.bfloat16, schedule, None, {}
     made.nodes, made.size = range(count), count * local
     made.messages = SimpleNamespace(rate=rate, latency=cost.PUT, latency_alone=latency_alone)
@@ -150,13 +150,15 @@ MEASURED = {
 
 @pytest.mark.parametrize("shape", MEASURED)
 def test_together_where_that_was_faster(shape):
+    """Or within 4 % of that."""
     together = rule(*shape, (2, 1), cost.COPY_RATE, latency_alone=cost.PUT_BY_KERNEL)
-    assert {m: together(m) for m in MEASURED[shape]} == {m: whole < apart for m, (apart, whole) in MEASURED[shape].items()}
+    clear = {m: whole < apart for m, (apart, whole) in MEASURED[shape].items() if abs(whole / apart - 1) > 0.04}
+    assert len(clear) >= 2 and {m: together(m) for m in clear} == clear
 
 
 def test_together_by_the_size_that_a_call_says():
     """And not by the context's, nor by that of the call before."""
-    places, rows = (2, 1), (64, 288, 352, 512, 1024)
+    places, rows = (2, 1), (64, 288, 352, 416, 512, 1024)
     for op, narrow, wide in (("gemm_rs", (8192, 1024), (8192, 14336)), ("ag_gemm", (3584, 8192), (28672, 8192))):
         said = 1 if op == "gemm_rs" else 0
         by_itself = {shape: [rule(op, *shape, places, cost.COPY_RATE)(m) for m in rows] for shape in (narrow, wide)}

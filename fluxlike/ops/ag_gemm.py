@@ -18,6 +18,7 @@ from . import ag_gemm_stream_k, again, choice, decomposed, fused, keeping, nodes
 from .context import Context, check_arguments, kept
 from .dispatcher import by_op
 from .group import Prepared, Told, resolve
+from .nodes_context import NodesContext
 from .refusals import Refusing, check_context
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
@@ -70,7 +71,7 @@ def create_ag_gemm_context(
     dtype: torch.dtype = torch.bfloat16,
     group: dist.ProcessGroup | None = None,
     schedule: str = "auto",
-) -> AGGemmContext | nodes.NodesContext:
+) -> AGGemmContext | NodesContext:
     """Memory and signals for `ag_gemm`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
@@ -90,7 +91,7 @@ def create_ag_gemm_context(
     """
     max_m, n, k = map(tiling.number, (max_m, n, k))
     if resolve(group).spans:
-        return nodes.NodesContext("ag_gemm", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
+        return NodesContext("ag_gemm", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: AGGemmContext(max_m, k, dtype, group, schedule, n), (max_m, n, k), _sample)
 
 
@@ -104,7 +105,7 @@ def _sample(ctx: AGGemmContext) -> Callable[[], torch.Tensor]:
 def ag_gemm(
     x_shard: torch.Tensor,
     weight: torch.Tensor | Sequence[torch.Tensor],
-    ctx: AGGemmContext | nodes.NodesContext | None = None,
+    ctx: AGGemmContext | NodesContext | None = None,
     *,
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     group: dist.ProcessGroup | None = None,
@@ -183,14 +184,14 @@ def _call(
     out: torch.Tensor | Sequence[torch.Tensor] | None,
 ) -> Any:
     if ctx is not None and type(ctx) is not AGGemmContext:
-        check_context("ag_gemm", ctx, (AGGemmContext, nodes.NodesContext), group)
+        check_context("ag_gemm", ctx, (AGGemmContext, NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
     m, n = tiling.number(m), tiling.number(n)
     with Refusing("ag_gemm", control), control.lock:
         weights, biases = validate.listed(weight, bias)
         outs = validate.listed_out(out, weight)
         seen = again.signature((x_shard, *weights, *biases, *outs), m, n, 2 * len(weights) + return_gathered)
-        kind, by = (nodes.NodesContext, "ag_gemm") if control.spans else (AGGemmContext, AGGemmContext)
+        kind, by = (NodesContext, "ag_gemm") if control.spans else (AGGemmContext, AGGemmContext)
         found = again.find(kind, by, ctx, group, control, seen, x_shard, outs)
         if found is not None:
             made, known, results = found

@@ -19,6 +19,7 @@ from . import again, decomposed, nodes, sequential, tiling, tuning, validate, wa
 from .context import Context, check_arguments, kept
 from .dispatcher import by_op
 from .group import Prepared, Told, resolve
+from .nodes_context import NodesContext
 from .refusals import Refusing, check_context
 
 
@@ -68,7 +69,7 @@ def create_gemm_rs_context(
     dtype: torch.dtype = torch.bfloat16,
     group: dist.ProcessGroup | None = None,
     schedule: str = "auto",
-) -> GemmRSContext | nodes.NodesContext:
+) -> GemmRSContext | NodesContext:
     """Memory and signals for `gemm_rs`. Collective over ``group``: every rank passes the same arguments.
 
     Args:
@@ -89,7 +90,7 @@ def create_gemm_rs_context(
     """
     max_m, n, k = map(tiling.number, (max_m, n, k))
     if resolve(group).spans:
-        return nodes.NodesContext("gemm_rs", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
+        return NodesContext("gemm_rs", resolve(group), dtype, schedule, max_m=max_m, n=n, k=k)
     return tuning.context(lambda: GemmRSContext(max_m, n, dtype, group, schedule, k), (max_m, n, k), lambda ctx: _sample(ctx, k))
 
 
@@ -103,7 +104,7 @@ def _sample(ctx: GemmRSContext, k: int | None) -> Callable[[], torch.Tensor]:
 def gemm_rs(
     x: torch.Tensor,
     weight: torch.Tensor,
-    ctx: GemmRSContext | nodes.NodesContext | None = None,
+    ctx: GemmRSContext | NodesContext | None = None,
     *,
     bias: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
@@ -159,12 +160,12 @@ def call(
 ) -> torch.Tensor:
     """`gemm_rs`, which autograd does not see."""
     if ctx is not None and type(ctx) is not GemmRSContext:
-        check_context("gemm_rs", ctx, (GemmRSContext, nodes.NodesContext), group)
+        check_context("gemm_rs", ctx, (GemmRSContext, NodesContext), group)
     control = resolve(group) if ctx is None else ctx.control
     k = tiling.number(k)
     seen = again.signature((x, weight, bias, out), k)
     with Refusing("gemm_rs", control), control.lock:
-        kind, by = (nodes.NodesContext, "gemm_rs") if control.spans else (GemmRSContext, GemmRSContext)
+        kind, by = (NodesContext, "gemm_rs") if control.spans else (GemmRSContext, GemmRSContext)
         found = again.find(kind, by, ctx, group, control, seen, x, () if out is None else (out,))
         if found is not None:
             made, known, (y,) = found

@@ -20,7 +20,7 @@ from .exchange import EpochContext
 from .gemm_ar import GemmARContext
 from .gemm_rs import GemmRSContext
 from .group import resolve
-from .nodes import NodesContext
+from .nodes_context import NodesContext
 from .sparse_arguments import NAME, check
 from .sparse_index import entries_of
 
