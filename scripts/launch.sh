@@ -9,8 +9,8 @@ usage() {
 usage: launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] FILE [ARGS...]
        launch.sh [--nproc N] [--nnodes HOSTS --rdzv HOST:PORT] -m MODULE [ARGS...]
 
-Runs FILE or MODULE under torchrun in N processes of this host (default: one a GPU, or 4 without GPUs). Over several hosts: the same
-command on each, in any order within ten minutes, with the address of one of them. The exit status is that of the rank that failed.
+Runs FILE or MODULE under torchrun in N processes of this host (default: 4 without GPUs, else one a GPU, or FLUXLIKE_RANKS_PER_GPU).
+Over several hosts: the same on each, in any order within ten minutes, with the address of one. The exit status is the failed rank's.
 FLUXLIKE_PYTHON names the Python to use; without it, the active python3 if it has what is needed, else .venv, set up once.
 EOT
 }
