@@ -13,7 +13,8 @@ Protocol
 * Methods: `gemm` = torch.matmul on the unsplit local product, no communication; `torch` = matmul and reduce_scatter_tensor or
   all_reduce, or all_gather_into_tensor and matmul; `async_tp` = torch.ops.symm_mem.fused_…; each schedule of fluxlike, and `auto`.
   Buffers and contexts are made once a shape, so nobody pays for allocation. Some must be named (`--help` has all):
-  `sequential/torch` and `sequential/fused`, few rows by torch's product or in one kernel; `said` and `unsaid`, calls without a context, which say K (gemm_rs) or N (ag_gemm) of all ranks, or let them be those of the first shape, or of a
+  `sequential/torch` and `sequential/fused`, few rows by torch's product or in one kernel; `said` and `unsaid`, calls without a
+  context, which say K (gemm_rs) or N (ag_gemm) of all ranks, or let them be those of the first shape, or of a
   larger one behind it; `anew`, `auto` with each call checked and planned as if it were the first; and `apart` and `together`,
   `auto` of ranks on several nodes, made node by node or for all of them at once.
 * A chip that has just idled runs faster than a busy one. So every shape begins with at least three calls a method and 300 ms of

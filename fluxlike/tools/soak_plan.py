@@ -1,7 +1,7 @@
 """What `soak` does, drawn from its seed: the same list of steps on every rank, before anything runs. Pure Python.
 
 A *signature* is all that decides the bits of a result besides the data: group, operation, schedule, dtype, shape, operands.
-There are 67 of them on two GPUs and 109 on four, so that each comes back again and again, and nothing is compiled after the warm-up.
+There are 67 of them on two GPUs and 109 on four, so that each comes back again and again and nothing is compiled after a warm-up.
 A *step* is one signature on one of a few sets of data, called in one mode a few times; a *burst* is some steps whose calls are
 queued back to back.
 
