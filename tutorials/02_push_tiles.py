@@ -22,7 +22,7 @@ in turn (the parity of the epoch), and each rank tells its peers when it has rea
 that only grows. `wait_credits` asks for the call that used this slot set last, the last but one: it has almost always been
 read, so the wait does not wait. A fast rank may run ahead by a call, and nobody needs a barrier.
 
-*No deadlock.* Every program sends all its tiles before it waits for one. Besides, `ctx.launch` never starts more programs
+*No deadlock.* Every program sends all its tiles before it waits for one. Besides, `ctx.programs` gives no more programs
 than the GPU has multiprocessors, so all of them run at the same time and none waits for one that has not begun.
 
 Run: bash scripts/launch.sh tutorials/02_push_tiles.py [--m M] [--n N] [--calls C]
@@ -88,7 +88,7 @@ def push(ctx: Context, x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     args = (x, y, ctx.data, ctx.flags, ctx.ctl, *x.shape, ctx.set_elements, ctx.rank)
     with ctx.start("in_kernel", TILE):
-        ctx.launch(push_kernel, ctx.max_flags, args, {"R": ctx.size, "BM": TILE.bm, "BN": TILE.bn}, TILE)
+        ctx.launch(push_kernel, ctx.programs(ctx.max_flags), args, {"R": ctx.size, "BM": TILE.bm, "BN": TILE.bn}, TILE)
     return y
 
 

@@ -17,10 +17,11 @@ partial sums of the others have arrived by then, are added in fp32 in a fixed or
     signal (A): a tile or chunk is in its owner's slot  --->  wait (A): the owner's tile, before it adds
     signal (B): `finish`, the call's slots are read     --->  wait (B): `wait_credits`, before the slots are written again
 
-`--schedule copy_engine` lets the GPU's copy engines carry the chunks beside the kernel, `in_kernel` stores the tiles to the
-peer from the kernel itself. `auto` decides by size, and may also leave the product to torch (cuBLAS), in one piece for few rows or
-a chunk at a time. `ctx.last_path` says which it was and who multiplied: …/tma and …/pointer are the kernel's two ways to load its
-operands, …/torch is torch. kernels/gemm_rs.py has the details.
+`--schedule copy_engine` lets the GPU's copy engines carry the chunks beside the kernel, `in_kernel` stores the tiles to the peer
+from the kernel itself. `auto` decides by size, and may also leave the product to torch (cuBLAS), in one piece for few rows or a
+chunk at a time; few rows on a GPU may also be multiplied and exchanged by another kernel of ours (…/fused). `ctx.last_path` says
+which it was and who multiplied: …/tma and …/pointer are the kernel's two ways to load its operands, …/torch is torch.
+kernels/gemm_rs.py has the details.
 
 The checks: with integers so small that every sum is exact, every bit must agree; with random numbers, the error against fp64
 may be at most 1.5 times that of torch's own path; on repeats no bit may change, whichever rank is late.

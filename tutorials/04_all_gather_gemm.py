@@ -10,7 +10,8 @@ Torch gathers all rows first and multiplies then. fluxlike begins with the rows 
     fluxlike   | own rows · weightᵀ | rows of r+1 | rows of r+2 | …                  |
     the wire   | from r+1 | from r+2 | …                           every owner s sends to s-1 first, then to s-2, …
 
-The order in which shards are sent is the order in which they are needed, so a tile seldom waits. The signals:
+The order in which shards are sent is the order in which they are needed, so a tile seldom waits. That is by copy engines; with
+`--schedule in_kernel` some programs of the kernel push to all peers at once. The signals:
 
     signal (A): a shard, or rows of it, has arrived     --->  wait (A): each tile, for just the rows that it reads
     signal (B): `finish`, the call's slots are read     --->  wait (B): `wait_credits`, before the slots are written again

@@ -11,8 +11,9 @@ sequence and its part of the heads, or of the inner size: attention needs no com
 
 What calls what, forward and backward:
 
-* SharedGather makes wq, wk and wv one ag_gemm: one gather, three products. Its backward is one gemm_rs, and beneath it copy
-  engines gather the input again for the gradients of the weights; what is kept of the forward is the shard.
+* SharedGather makes wq, wk and wv one ag_gemm: one gather, three products. Its backward is one gemm_rs, and the input is
+  gathered again for the gradients of the weights: beneath it by copy engines, or, of shards below 4 MiB as these, in front of it by
+  a kernel. What is kept of the forward is the shard.
 * RowwiseParallel makes wo a gemm_rs. Its backward is an ag_gemm, whose gathered input also gives the gradient of the weight.
 * The norms' weights are the same on all ranks, but each rank sees its tokens only: their gradients are summed over the ranks by
   hand here. (torch's SequenceParallel style does it with DTensors.)

@@ -3,9 +3,9 @@
 Needs ``pip install transformers``, which is no requirement of fluxlike: without it the tutorial says so and does nothing.
 
 transformers' own tensor parallelism replicates the activations between the layers. Here they are spread along the sequence, and
-every transfer is hidden under a product of gemm_rs or ag_gemm. What the plan must see to is that the model's own code takes
-shapes from its activations (``hidden_states.shape[:-1]``, then ``q.view(…)``): a plain shard would have the wrong ones. So the
-activations are DTensors, whose shape is that of the whole::
+the transfers of attention, feed-forward and lm_head are part of a gemm_rs or ag_gemm. What the plan must see to is that the
+model's own code takes shapes from its activations (``hidden_states.shape[:-1]``, then ``q.view(…)``): a plain shard would have
+the wrong ones. So the activations are DTensors, whose shape is that of the whole::
 
     embed_tokens    torch's RowwiseParallel: tokens in, the residual stream out, a DTensor along the sequence, Shard(1)
     norms           torch's SequenceParallel: DTensor in and out; sums the gradients of their weights over the ranks by itself

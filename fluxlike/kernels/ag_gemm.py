@@ -6,9 +6,10 @@ What it computes, on rank r of R, with W = weight::
     W      [N_r, K]      this rank's rows of the weight (or the same stored as [K, N_r])
     out    [M, N_r]      all_gather(x) · Wᵀ (+ bias [N_r])
 
-Order of work. A program takes its tiles of the own shard first, read in place from x, then those of shards r+1, r+2, …, r-1
-as they arrive in this rank's slot set ``gathered`` [2, R·chunk_rows, ld] (ld: K rounded up to 16). Every owner s sends to s-1
-first, then s-2, …: the order in which the consumers want it, and at any time every rank receives from a different one.
+Order of work. A program takes its tiles of the own shard first, read in place from x, then those of shards r+1, r+2, …, r-1 as
+they arrive in this rank's slot set ``gathered`` [2, R·chunk_rows, ld] (ld: K rounded up to 16). By copies every owner s sends to
+s-1 first, then s-2, …: the order in which the consumers want it, and at any time every rank receives from a different one. A push
+by the kernel goes to all peers at once, a row of tiles after the other.
 
 The last wave. Where whole tiles would leave much of the GPU idle in the end, the last ``cut`` of them are shared by all programs:
 their k-steps, one tile after the other, in equal shares, as `stream_k` has it. So a call takes the waves that it has, not the next
@@ -25,8 +26,9 @@ Who carries the shards:
 Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 
 * (A) COPY_ENGINE: ``full[slot, r, sub] = 1`` at the peer, by this rank's side stream after its copy → ``wait_rows``. The last
-  program resets the words of its slot set, after it has seen all of them. Else: ``flags[r, row of tiles] = epoch`` (release) at the
-  peer → ``wait_rows`` for ``>= epoch``. Never reset.
+  program resets the words of its slot set, when the programs of the call have seen all of them (of a rank without columns no tile
+  waits, so it waits for them itself). Else: ``flags[r, row of tiles] = epoch`` (release) at the peer → ``wait_rows`` for ``>=
+  epoch``. Never reset.
 * (B) ``go = 1`` (release) by program 0 → cuStreamWaitValue32 of this rank's side stream, which resets it to 0.
 * (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
 * (D) the end of the call: the last program advances the epoch and gives the credits.

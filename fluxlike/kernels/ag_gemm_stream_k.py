@@ -24,8 +24,8 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 * (C) the credits: before anything is sent, each peer has finished the call that last used this slot set.
 * (D) the end of the call: the last program of the last launch advances the epoch and gives the credits.
 
-Numerics. fp32 accumulation, parts of a tile added in the order of k, one rounding. Shares depend on sizes only, so repeats give the
-same bits.
+Numerics. fp32 accumulation, parts of a tile added in the order of k, one rounding. Shares depend on sizes and the number of
+programs only, so repeats give the same bits.
 """
 
 import triton

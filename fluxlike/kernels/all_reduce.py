@@ -1,7 +1,7 @@
 """All-reduce in one trip: everything to everybody. This docstring is the design record.
 
 What it computes, on every rank: y[i] = op over ranks s of x_s[i]; op is sum, average or maximum, in fp32, in the order of the
-ranks, rounded once. So all ranks have the same bits, and have them again on every repeat and by every algorithm.
+ranks, rounded once. So all ranks have the same bits, and have them again on every repeat and by every algorithm but trees.
 
 A rank pushes all blocks to all peers, waits for theirs and reduces all of them itself: one trip, (R-1)·n sent. In two trips, with
 fewer bytes: `exchange`, with which this kernel shares its memory, its rows and its count of calls; what is said there of words, of

@@ -3,7 +3,7 @@
 Each rank owns a part of the data, of equally many blocks; ROOTED: all of it belongs to one rank, the root. What is done with it:
 
 SCATTER  Each rank pushes the part of each owner to it; the owner waits for all of them and reduces them in fp32, in the order of
-         the ranks, rounded once. So the bits are the same on every repeat, and by every algorithm.
+         the ranks, rounded once. So the bits are the same on every repeat, and by every algorithm but trees.
 GATHER   Each owner pushes its part, as it is or as SCATTER has made it, to all ranks, which wait for all parts.
 
 reduce_scatter is SCATTER, all_gather GATHER, all_reduce is both; reduce is SCATTER and broadcast GATHER, ROOTED (`relay` has the

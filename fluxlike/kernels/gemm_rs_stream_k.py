@@ -33,7 +33,8 @@ Protocol; every signal names the wait it pairs with, (C) and (D) live in `sync`:
 Programs wait for each other in (A) and (B), so all of them must run at once: there is one a multiprocessor at most.
 
 Numerics as in `gemm_rs`: own partial in fp32, the others rounded to the dtype for the way, sum in the order own (with the bias),
-r+1, r+2, …. Within a partial the parts are added in the order of k. Shares depend on sizes only, so repeats give the same bits.
+r+1, r+2, …. Within a partial the parts are added in the order of k. Shares depend on sizes and the number of programs only, so
+repeats give the same bits.
 """
 
 import triton

@@ -13,7 +13,7 @@ _spin_hook = None
 
 
 def set_spin_hook(hook) -> None:
-    """Install ``hook(address, want, seen, what, peer, ctl, spins)``, which yields, sleeps or raises."""
+    """Install ``hook(addresses, want, seen, what, peer, ctl, spins)``, which yields, sleeps or raises."""
     global _spin_hook
     _spin_hook = hook
 

@@ -5,15 +5,16 @@ the last ranks may hold fewer or none (`rows_of`). A *unit* is what is sent and 
 sub-chunks of a chunk, ``unit_tiles_m`` rows of tiles high. Tiles are numbered in groups of ``GROUP_M`` rows of tiles, so that
 neighbours share rows of A and columns of W in the L2 cache, and, where units are sent when they are whole, unit by unit.
 
-All chunks are given the same number of tiles. Where the last chunks are short this computes at most R - 1 rows too many,
-masked, and in return every rank and every signal can be counted without looking at M.
+All chunks are given the same number of tiles. Where the last chunks are short this computes at most R - 1 rows too many (more on
+the last of several nodes, whose chunks are as high as the others'), masked, and in return every rank and every signal can be
+counted without looking at M.
 
 Unit orders of the ranks' chunks, r this rank:
 
 * GEMM+ReduceScatter: r+1, r+2, …, r-1 (`remote_tile`), own chunk last: what is sent is computed first, and at any time every
   rank sends to a different owner.
 * AllGather+GEMM: own shard first, then r+1, r+2, …, r-1: the order in which shards arrive when every owner s sends to
-  s-1, s-2, …
+  s-1, s-2, …, as by copies (a push by the kernel goes to all at once).
 """
 
 import triton

@@ -1,9 +1,10 @@
 """What a call is expected to take: a model in seconds from a few constants, good enough to rank the schedules.
 
 The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
-docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the model to (every schedule within a third of its median,
-most within a tenth; the schedule that it picks within 2 % of the best one, but for one). What is not about four ranks, as memory,
-few rows and the shared wave, is of two H100s (docs/measured/2026-11-24-two-h100.md); for other GPUs nothing has been measured.
+docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the model to (every schedule within 35 % of its median,
+most within a tenth; the schedule that it picks within 2 % of the best one, but for one). What is not about four ranks is of two
+H100s (few rows and the shared wave, docs/measured/2026-11-24-two-h100.md), of one (fp32) or of one H200, as constants say; for
+other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end. Where
   the last wave is shared (`waves`), it takes its part of that, and `SHARING`. Beside it the weight is read from memory, once for
@@ -54,8 +55,8 @@ PUSHER_RATE = 18e9
 TILE_RATE = 5.5e12
 #: Seconds from the last product of a tile of 128×256 to the first of the next; fitted.
 TILE_END = 2e-6
-#: Seconds that a call takes longer where its last wave is shared: medians of what two H100s took. One H200 that plays one rank of
-#: four takes 25, and 25 to 79 for either transport of gemm_rs (docs/measured/2026-11-24-waves.md).
+#: Seconds that a call takes longer where its last wave is shared: medians of what two H100s took, and ag_gemm's of one H200 that
+#: plays one rank of four, which takes 25 to 79 for gemm_rs, reckoned alike (docs/measured/2026-11-24-two-h100.md).
 SHARING = {
     ("ag_gemm", "copy_engine"): 25e-6,
     ("ag_gemm", "in_kernel"): 25e-6,
@@ -81,7 +82,8 @@ LOW = 0.75
 CALL = 4e-6
 COPIES = 40e-6
 COPY = 5e-6
-#: Of a gemm_rs with copies to few peers, for each: two ranks, since tiles are signalled early. Of four there are no such records.
+#: Of a gemm_rs with copies to few peers, for each: two ranks, since tiles are signalled early. Those of four
+#: since (docs/measured/2026-11-26-gemm_rs-headline-H100-R4.json) have not been fitted.
 COPIES_PEER = 13e-6
 GATHER = 29e-6
 #: Of the product of chunks that are halved, for each time: 8192×8192×28672 1488, 1532, 1561 µs with 1, 2 and 4 parts, measured.

@@ -132,8 +132,8 @@ def gains(m: int, weight: torch.Tensor) -> bool:
 
     Up to `ROWS` they are within 5 % so in a graph, and faster without. With more rows they are up to 18 % slower in a graph, but
     ahead of torch and NCCL there, too, and without one, where the host decides, they would be behind these by torch's product, or
-    up to 8 % ahead (docs/measured/2026-11-28-waits.md, 2026-11-28-more-rows.md). One way for both, as a call has the same bits in
-    a graph and outside.
+    up to 18 % ahead (docs/measured/2026-11-28-waits.md, 2026-11-28-more-rows.md). One way for both, as a call has the same bits
+    in a graph and outside.
     """
     return m <= GATHERED_ROWS and weight.nbytes <= (GATHERED if m <= ROWS else GATHERED_WIDE)
 

@@ -9,16 +9,17 @@ Gradients. Each operation is the other's backward::
 
     y = gemm_rs(x, w, b)     dx = all_gather(dy) · w      an ag_gemm that also returns the gathered dy,
                              dw = gathered dyᵀ · x, db = its column sums: local products
-    z = ag_gemm(s, w, b)     ds = reduce_scatter(dz · w)  a gemm_rs; beneath it copy engines gather s again,
+    z = ag_gemm(s, w, b)     ds = reduce_scatter(dz · w)  a gemm_rs; beside it s is gathered again,
                              dw = dzᵀ · gathered s, db = column sums of dz: local products
 
     y = gemm_ar(x, w, b)     dx = dy · w, dw = dyᵀ · x, db = column sums of dy: local, as dy is the same on all ranks
 
-So both transfers of a backward are hidden under its first product, and the second product has all it needs in local memory.
-The forward of ag_gemm saves its shard, not the gathered input, R times as large; ``return_gathered`` keeps that and spares the
-second gather. Several weights of one gather have one gemm_rs in the backward, of their concatenation.
-db of gemm_rs is the whole gradient on every rank, with the same bits, as its bias is the same on all ranks.
-There are no second derivatives: of what is written above autograd would see a part only, and leave the rest out without a word.
+So both transfers of a backward go with its first product, hidden under it but for a shard below 4 MiB, which is pushed in front
+of it (`ag_gemm.gather_beside`), and the second product has all it needs in local memory. The forward of ag_gemm saves its shard,
+not the gathered input, R times as large; ``return_gathered`` keeps that and spares the second gather. Several weights of one
+gather have one gemm_rs in the backward, of their concatenation. db of gemm_rs is the whole gradient on every rank, with the same
+bits, as its bias is the same on all ranks. There are no second derivatives: of what is written above autograd would see a part
+only, and leave the rest out without a word.
 
 Other ranks wait for each call, so a compiler may neither drop, merge nor reorder calls. The ops are registered with an
 ordered effect: torch threads a token through them, which keeps all of them in their order, on every rank the same.
@@ -299,7 +300,7 @@ ag_gemm_op.register_autograd(_once("ag_gemm", _ag_gemm_backward), setup_context=
 def gemm_rs_gather_op(
     x: torch.Tensor, weight: torch.Tensor, shard: torch.Tensor, m: int, group_name: str, k: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gemm_rs(x, weight), and all_gather(shard) hidden under it."""
+    """gemm_rs(x, weight), and all_gather(shard) beside it: see `ag_gemm.gather_beside`."""
     group = group_of(group_name)
     control = resolve(group)
     with Refusing("gemm_rs", control), control.lock:
