@@ -124,7 +124,7 @@ def from_json(data: Any, problem: Problem) -> Choice:
     subs, pushers = numbers.pop("subs"), numbers.pop("pushers")
     tma = tiles(problem.capability, problem.dtype)[0].tma
     choice = Choice(data["transport"], Tiling(**numbers, tma=tma), subs, pushers)
-    if choice.transport in TORCH and choice.transport in TRANSPORTS[problem.op]:
+    if choice.transport in TORCH:
         choice = usual(problem, choice.transport)  # its tiles are torch's, whatever stood there by the rules of then
     why = why_not(problem, choice)
     if why is not None:

@@ -90,13 +90,14 @@ def share(
         cost_steps: what sharing costs. late: programs that come ``lag`` k-steps behind the others.
     """
     best: tuple[Shared, float] = Shared(), float("inf")
+    lag = lag if late else 0
     for lanes in (height, height // 2) if height % 2 == 0 else (height,):
         cut = tiling.round_up(behind, lanes)
         shares, steps, late_shares = programs // lanes, cut // lanes * k_tiles, cdiv(late, lanes)
         if 0 < cut <= most and late_shares < shares:
-            less = min(lag, longest_lag(shares, steps, late_shares)) if late else 0
+            less = min(lag, longest_lag(shares, steps, late_shares))
             # what is not made up for by shorter shares, they are behind in the end, too
-            takes = cdiv(steps + late_shares * less, shares) + (lag - less if late else 0) + cost_steps
+            takes = cdiv(steps + late_shares * less, shares) + lag - less + cost_steps
             best = min(best, (Shared(cut, lanes, late_shares, less), takes), key=lambda found: found[1])
     return best
 

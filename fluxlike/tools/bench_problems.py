@@ -56,9 +56,8 @@ def _attention(op: str) -> tuple[Shape, ...]:
     """What Llamas of 8, 70 and 405 billion parameters project in attention: queries, keys and values for ag_gemm, all with one
     gather, and what comes out for gemm_rs.
     """
-    models = ((4096, 1024), (8192, 1024), (16384, 1024))  # columns of queries; of keys, and of values
-    tokens = (16, 64, 256, 1024, 2048, 4096, 8192)
-    return tuple(Shape(m, n if op == "gemm_rs" else n + 2 * kv, n) for n, kv in models for m in tokens)
+    tokens, more = (16, 64, 256, 1024, 2048, 4096, 8192), 0 if op == "gemm_rs" else 2 * 1024  # keys and values of eight heads
+    return tuple(Shape(m, hidden + more, hidden) for hidden in (4096, 8192, 16384) for m in tokens)
 
 
 SUITES: dict[str, dict[str, tuple[Shape, ...]]] = {
