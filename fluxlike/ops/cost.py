@@ -77,15 +77,15 @@ TORCH_FP32 = 0.071
 TILE_FP32 = 0.131e12
 #: Rate of tiles of 64 rows against 128: an assumption.
 LOW = 0.75
-#: Seconds of any call; of one with a side stream's fork, join and signals; of a copy; of the flags of an in-kernel
-#: gather. Fitted.
+#: Seconds of any call; of a copy. Fitted.
 CALL = 4e-6
-COPIES = 40e-6
 COPY = 5e-6
-#: Of a gemm_rs with copies to few peers, for each: two ranks, since tiles are signalled early. Those of four
-#: since (docs/measured/2026-11-26-gemm_rs-headline-H100-R4.json) have not been fitted.
-COPIES_PEER = 13e-6
-GATHER = 29e-6
+#: Seconds of a side stream's fork, join and signals, for each peer and at most; of the flags of an in-kernel gather, for each peer.
+#: Fitted.
+COPIES_PEER, COPIES = {"gemm_rs": 13e-6, "ag_gemm": 9e-6}, 40e-6
+GATHER_PEER = 4e-6
+#: What a product of ag_gemm's takes longer than its tiles; fitted.
+GATHERING = 1.03
 #: Of the product of chunks that are halved, for each time: 8192×8192×28672 1488, 1532, 1561 µs with 1, 2 and 4 parts, measured.
 CUT = 0.025
 #: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
@@ -94,8 +94,8 @@ BESIDE = 0.12
 #: What torch's product takes longer for each rank beyond two where they meet in every call, and half of it for each rank where they
 #: meet right behind it; fitted.
 UNEQUAL = 0.034
-#: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted.
-SUMMED, GATHERED = 43e-6, 26e-6
+#: Of a call of `decomposed` with its signals, of gemm_rs and of ag_gemm; fitted, the latter to two H200s.
+SUMMED, GATHERED = 43e-6, 38e-6
 #: Seconds that the host takes for such a call, and for each rank's part of it: medians of slow hosts, of 208 to 269 and 333 µs
 #: (gemm_rs, two and four ranks), 324 to 444 and 426 to 492 (ag_gemm).
 HOST = {"gemm_rs": (150e-6, 45e-6), "ag_gemm": (320e-6, 40e-6)}
@@ -173,6 +173,11 @@ def cut_costs(problem: "Problem", choice: "Choice") -> float:
     return 1 + CUT * log2(choice.subs) * cut
 
 
+def _side(problem: "Problem") -> float:
+    """Seconds of what is beside the copies."""
+    return min(COPIES, max(problem.ranks - 1, 1) * COPIES_PEER[problem.op])
+
+
 def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
     ranks, subs = problem.ranks, choice.subs
     unit, rows, own = _reduce_scatter(problem, choice)
@@ -187,7 +192,7 @@ def gemm_rs_copies(problem: "Problem", choice: "Choice") -> float:
             first = (part - (ranks - 2) * subs) * height // choice.tile.group_m * choice.tile.group_m
             behind = (height * subs - first) * (unit // height) - 1
             end = max(end, sent + behind // problem.programs * own)
-    return CALL + min(COPIES, max(ranks - 1, 1) * COPIES_PEER) + end
+    return CALL + _side(problem) + end
 
 
 def gemm_rs_stores(problem: "Problem", choice: "Choice") -> float:
@@ -206,7 +211,8 @@ def _gather(problem: "Problem", choice: "Choice") -> tuple[int, int, float, floa
     """Tiles of a shard, rows of tiles in it, seconds of a tile; groups of all shards, in which those of the peers are together."""
     height = cdiv(problem.rows, choice.tile.bm)
     groups = _groups(height, choice) + (_groups(height * (problem.ranks - 1), choice) if problem.ranks > 1 else 0.0)
-    return height * cdiv(problem.columns, choice.tile.bn), height, tile_seconds(problem, choice, problem.k), groups
+    tile = GATHERING * tile_seconds(problem, choice, problem.k)
+    return height * cdiv(problem.columns, choice.tile.bn), height, tile, groups
 
 
 def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
@@ -218,7 +224,7 @@ def ag_gemm_copies(problem: "Problem", choice: "Choice") -> float:
         # the tiles of a shard begin with its first part
         there = copy * (shard - 1 + 1 / subs)
         end = max(end, there + cdiv(unit * (ranks - shard), problem.programs) * tile)
-    return CALL + COPIES + end
+    return CALL + _side(problem) + end
 
 
 def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
@@ -232,7 +238,7 @@ def ag_gemm_pushes(problem: "Problem", choice: "Choice") -> float:
     pushers = min(wanted, max(1, height * cdiv(wanted, max(1, height))))
     push = (ranks - 1) * problem.rows * problem.k * problem.dtype.itemsize / min(STORE_RATE, pushers * PUSHER_RATE)
     behind = cdiv(unit * (ranks - 1), programs) * tile
-    return CALL + GATHER + max(product + pushers / programs * push, push + behind)
+    return CALL + (ranks - 1) * GATHER_PEER + max(product + pushers / programs * push, push + behind)
 
 
 def torch_seconds(problem: "Problem", rows: int) -> float:
