@@ -137,7 +137,7 @@ def test_what_a_table_holds_for_torch_is_of_calls_alone():
 
 def records(ranks=4):
     """(problem, µs of each schedule) of everything that was measured on so many H200s with the tiles of today's rules."""
-    names = {2: "2026-11-21-*-headline-R2.json", 4: "2026-11-2[12]-*-h*-R4.json"}[ranks]
+    names = {2: "2026-11-29-*-headline-schedules-R2*.json", 4: "2026-11-2[12]-*-h*-R4.json"}[ranks]
     for path in sorted((ROOT / "docs" / "measured").glob(names)):
         data = json.loads(path.read_text())
         for shape in data["shapes"]:
@@ -365,14 +365,16 @@ def test_fastest_is_the_usual_one_unless_another_is_clearly_faster():
 
 
 def test_shipped_tables_hold_what_was_measured():
-    measured = {(p.ranks, p.op, p.shape): times for ranks in (2, 4) for p, times in records(ranks)}
-    for ranks, op, shapes in ((2, "gemm_rs", 9), (2, "ag_gemm", 6), (4, "gemm_rs", 9), (4, "ag_gemm", 7)):
+    measured = {(p.ranks, p.op, p.shape, name): us for ranks in (2, 4) for p, times in records(ranks) for name, us in times.items()}
+    for ranks, op, shapes in ((2, "gemm_rs", 9), (2, "ag_gemm", 7 + 21), (4, "gemm_rs", 9), (4, "ag_gemm", 7)):
         found = tuned.known(H200, op, BF16, ranks)
         assert len(found) == shapes
         for shape, made in found.items():
-            times = measured[ranks, op, shape]
-            assert times[made.transport] <= 1.03 * min(times.values()), (shape, made)  # later runs differ by that
-            assert (made.tile.bm, made.tile.bn, made.tile.stages) == (128, 256, 3), "only that was measured"
+            times = [us for key, us in measured.items() if key[:3] == (ranks, op, shape)]
+            if times:  # else of attention's
+                # later runs, and graphs, differ by that
+                assert measured[ranks, op, shape, made.transport] <= 1.03 * min(times), (shape, made)
+                assert (made.tile.bm, made.tile.bn, made.tile.stages) == (128, 256, 3), "only that was measured"
         assert not tuned.known(H200, op, torch.float16, ranks) and not tuned.known(H200, op, BF16, 3)
         assert not tuned.known(replace(H200, multiprocessors=114), op, BF16, ranks)
     h100 = replace(H200, gpu="NVIDIA H100 80GB HBM3")

@@ -217,7 +217,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     kept = [entry for entry in entries if entry is not None]
     about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
     if any(len(modes) > 1 for modes in found.values()):
-        about += "; us: mean of eager calls and graphs where both were"
+        about += "; us: geometric mean of eager calls and graphs where both were"
     # of every record: the table is of all of them
     software = {key: ", ".join(dict.fromkeys(str(one[key]) for one in measured if one[key])) for key in measured[0]}
     tuned.store(machines.pop(), kept, out, anew=True, software=software, source=sources, about=about)
@@ -237,12 +237,13 @@ def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
 
 
 def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
-    """The schedule of the least ``measured`` time, on average of several, if copy_engine and another one were timed.
+    """The schedule of the least ``measured`` time, if copy_engine and another one were timed. Of several times their geometric mean:
+    twice as long in a graph counts as much as twice as long without, where the host makes few rows take several times as long.
 
     None where one that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
     """
     names = [name for name in measured[0] if all(name in one for one in measured)]
-    times = {name: statistics.fmean(one[name] for one in measured) for name in names}
+    times = {name: statistics.geometric_mean(one[name] for one in measured) for name in names}
     if "copy_engine" not in times or len(times) < 2:
         return None
     possible = choice.usuals(problem)
