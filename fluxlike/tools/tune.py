@@ -237,8 +237,8 @@ def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
 
 
 def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
-    """The schedule of the least ``measured`` time, if copy_engine and another one were timed. Of several times their geometric mean:
-    twice as long in a graph counts as much as twice as long without, where the host makes few rows take several times as long.
+    """The schedule of the least ``measured`` time, if copy_engine and another one were timed. Of several times the geometric mean
+    counts: twice as long in a graph is as much as twice as long without, where the host makes few rows take several times as long.
 
     None where one that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
     """
