@@ -14,12 +14,19 @@ COLLECTIVES = ("all_reduce", "resnet50", "gemm_ar", "reduce_scatter", "all_gathe
 HEADLINE = {
     "4×H100": ("2026-11-26-{}-headline-H100-R4.json", "2026-11-26-{}-headline-H100-R4-graph.json"),
     "4×H200": ("2026-11-22-{}-headline-R4.json", "2026-11-22-{}-headline-R4-graph.json"),
-    "2×H200": ("2026-11-27-{}-headline-R2.json", "2026-11-27-{}-headline-R2-graph.json"),
+    "2×H200": ("2026-11-29-{}-headline-R2.json", "2026-11-29-{}-headline-R2-graph.json"),
     "2×H100": ("2026-11-25-{}-timed-H100-R2.json", "2026-11-25-{}-timed-H100-R2-graph.json"),
 }
 #: Those whose later records are in the table above.
 EARLIER = {"2×H100,-five-rounds": ("2026-11-25-{}-table-H100-R2.json", "2026-11-25-{}-table-H100-R2-graph.json")}
-EARLIER |= {"2×H200,-all-schedules": ("2026-11-23-{}-headline-R2.json", "2026-11-23-{}-headline-R2-graph.json")}
+EARLIER |= {"2×H200,-27-November": ("2026-11-27-{}-headline-R2.json", "2026-11-27-{}-headline-R2-graph.json")}
+#: Other suites, and runs with every schedule: "2×H200," and these.
+OTHERS = {f"2×H200,-{name}": (f"2026-11-29-{{}}-{record}-R2.json", f"2026-11-29-{{}}-{record}-R2-graph.json") for name, record in (
+    ("attention", "attention"),
+    ("attention,-all-schedules", "attention-schedules"),
+    ("headline,-all-schedules", "headline-schedules"),
+    ("one-kernel-with-fewer-programs", "narrow"),
+)}  # fmt: skip
 #: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
 CODE_OF |= {f"2026-11-25-{op}-again-H100-R2.json": "ecd09a9" for op in OPS}
@@ -38,6 +45,11 @@ FEW = {
 CODE_OF |= {f"2026-11-27-{op}-headline-R2{mode}.json": "2ac2636" for op in OPS for mode in ("", "-graph")}
 CODE_OF |= dict.fromkeys([*map(FEW["2ac2636"][1].format, OPS), "2026-11-27-ag_gemm-llama-8b-R2.json"], "2ac2636")
 MODES = ("", "-graph")
+CODE_OF |= {f"2026-11-29-{name}-schedules-R2{mode}.json": "7614589" for name in (
+    "gemm_rs-headline", "ag_gemm-headline", "ag_gemm-attention"
+) for mode in MODES}  # fmt: skip
+CODE_OF |= {f"2026-11-29-{op}-narrow-R2{mode}.json": "d0ee90a but for what one kernel makes" for op in OPS for mode in MODES}
+CODE_OF |= {f"2026-11-29-{op}-{name}-R2{mode}.json": "d0ee90a" for op in OPS for name in ("headline", "attention") for mode in MODES}
 FUSED = tuple(
     f"2026-11-27-{op}-{how}-R2{mode}.json" for op in ("gemm_rs", "gemm_ar") for how in ("fused", "unfused") for mode in MODES
 )
@@ -105,7 +117,7 @@ def printed(path: Path) -> Record:
 
 
 def headline(machine: str, op: str) -> tuple[Record, Record]:
-    eager, graph = (read(name.format(op)) for name in (HEADLINE | EARLIER)[machine])
+    eager, graph = (read(name.format(op)) for name in (HEADLINE | EARLIER | OTHERS)[machine])
     assert eager.commit == graph.commit
     return eager, graph
 

@@ -44,7 +44,7 @@ def summary(*machines: str) -> str:
         for op in OPS:
             for mode, record in zip(("eager", "graph"), headline(machine, op), strict=True):
                 commit, against = record.commit.split(",")[0], [spread(ratios(record, peer)) for peer in ("torch", "async_tp")]
-                rows.append([f"{machine}, {commit}", op, f"[{mode}]({record.link})", *against])
+                rows.append([f"{machine.replace('-', ' ')}, {commit}", op, f"[{mode}]({record.link})", *against])
     return table("GPUs, commit | op | calls | × torch + NCCL: least / median / most | × async TP: least / median / most", rows, 3)
 
 
