@@ -49,7 +49,8 @@ CODE_OF |= {f"2026-11-29-{name}-schedules-R2{mode}.json": "7614589" for name in 
     "gemm_rs-headline", "ag_gemm-headline", "ag_gemm-attention"
 ) for mode in MODES}  # fmt: skip
 CODE_OF |= {f"2026-11-29-{op}-narrow-R2{mode}.json": "d0ee90a but for what one kernel makes" for op in OPS for mode in MODES}
-CODE_OF |= {f"2026-11-29-{op}-{name}-R2{mode}.json": "d0ee90a" for op in OPS for name in ("headline", "attention") for mode in MODES}
+for _name in ("headline", "attention"):
+    CODE_OF |= {f"2026-11-29-{op}-{_name}-R2{mode}.json": "d0ee90a" for op in OPS for mode in MODES}
 FUSED = tuple(
     f"2026-11-27-{op}-{how}-R2{mode}.json" for op in ("gemm_rs", "gemm_ar") for how in ("fused", "unfused") for mode in MODES
 )
