@@ -107,7 +107,7 @@ def test_gradients_of_ag_gemm(world):
 
 
 def some_are_used(group):
-    """Results that nobody uses have zeros for a gradient; for what was gathered, which has none, none are made."""
+    """Their weights have no gradient, as torch's; those of frozen weights want none; for what was gathered no zeros are made."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     made = []
@@ -130,7 +130,14 @@ def some_are_used(group):
     (whole @ right.T).sum().backward()
     same(shard.grad, (size * whole.grad).cpu()[3 * rank : 3 * rank + 3], "x")
     same(weights[1].grad, right.grad.cpu(), "of the one that is used")
-    assert torch.equal(weights[0].grad, torch.zeros_like(u))
+    assert weights[0].grad is None
+    frozen = [leaf(u), v.clone(), leaf(v)]
+    for b, wants in ((None, [True, False, True]), ([None, leaf(numbers((6,), 4)), None], [True, True, True])):
+        zs = fluxlike.ag_gemm(x[3 * rank : 3 * rank + 3], frozen, bias=b, group=group)
+        assert [z.requires_grad for z in zs] == wants
+    torch.autograd.backward([zs[0].sum(), zs[1].sum()])
+    assert torch.equal(b[1].grad, torch.full((6,), 3.0 * size).to(b[1])) and frozen[2].grad is None
+    same(frozen[0].grad, x.sum(0).expand(4, 8), "beside a frozen one")
 
 
 @pytest.mark.parametrize("world", (1, 2))

@@ -243,6 +243,24 @@ def styled(group, shapes):
     assert y.shape == (2, 4 * size, HIDDEN) and y.stride() == (4 * size * HIDDEN, HIDDEN, 1), "those of the whole, not of a part"
 
 
+def some_take_part(group):
+    """Of layers that share a gather, one that nobody uses has no gradient, and what a frozen one gives wants none."""
+    rank, mesh = dist.get_rank(group), DeviceMesh.from_group(group, device().type)
+    feed = parallelize_module(model(), mesh, fluxlike.nn.SharedGather("gate", "up", input_layouts=Shard(1)))
+    x = torch.ones(2, 6, HIDDEN, device=device()).chunk(2, 1)[rank]
+    gate, _ = feed.gate(x), feed.up(x)
+    gate.square().sum().backward()
+    assert all((p.grad is None) == (p in set(feed.up.parameters())) for layer in (feed.gate, feed.up) for p in layer.parameters())
+    feed.gate.requires_grad_(False)
+    assert [feed.gate(x).requires_grad, feed.up(x).requires_grad] == [False, True]
+    wants = x.clone().requires_grad_()
+    assert feed.gate(wants).requires_grad and feed.up(wants).requires_grad
+
+
+def test_layers_of_one_gather_that_take_no_part():
+    run_ranks(some_take_part, 2)
+
+
 def test_styles():
     run_ranks(styled, 2, shapes=[((2, 12), 1), ((8, 3), 0), ((6,), 0)])
 

@@ -252,12 +252,15 @@ def _(
 
 
 def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
-    x_shard, weights, _, _, ctx.kept, ctx.group_name, ctx.whole = inputs
+    x_shard, weights, biases, _, ctx.kept, ctx.group_name, ctx.whole = inputs
     ctx.m = output[0].shape[0]
     ctx.columns, ctx.like = [w.shape[0] for w in weights], {"dtype": x_shard.dtype, "device": x_shard.device}
-    if ctx.kept:
-        ctx.mark_non_differentiable(output[-1])
-        ctx.set_materialize_grads(False)  # else autograd makes zeros of its size, which nobody reads
+    # As with products of torch, one by one: what nobody uses gives its weight no gradient (nor zeros of the size of what was
+    # gathered, which nobody reads), and one of which nothing wants a gradient has none.
+    ctx.set_materialize_grads(False)
+    of_each = zip(output, weights, biases or [None] * len(weights), strict=False)
+    still = [] if x_shard.requires_grad else [z for z, *of in of_each if not any(t is not None and t.requires_grad for t in of)]
+    ctx.mark_non_differentiable(*still, *([output[-1]] if ctx.kept else []))
     source = None
     if any(w.requires_grad for w in weights):
         source = output[-1] if ctx.kept else x_shard
@@ -285,8 +288,9 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
             dx = gemm_rs_op(dz, weight.T, None, ctx.group_name, ctx.whole)
     elif regather:
         gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name, None)[0]
-    dws = [dz.T @ gathered if wanted else None for dz, wanted in zip(dzs, wants_weights, strict=True)]
-    dbs = [dz.sum(0) if wanted else None for dz, wanted in zip(dzs, wants_biases, strict=False)]
+    used = [dz is not None for dz in grads]
+    dws = [dz.T @ gathered if wanted and of_use else None for dz, wanted, of_use in zip(dzs, wants_weights, used, strict=False)]
+    dbs = [dz.sum(0) if wanted and of_use else None for dz, wanted, of_use in zip(dzs, wants_biases, used, strict=False)]
     return dx, dws, dbs, None, None, None, None
 
 
