@@ -162,7 +162,7 @@ if [ $# -eq 0 ]; then
   # Beside all others: what compiles; and ranks whose tests have no tight limits, while the ranks of the others wait for each other.
   # Those that break ranks stay together, and mutants keep a part of the machine: what is to catch one shall not be that it is busy.
   fx_compiling="again ptx choice lint lint_signals tiles topology topology_detect tune tune_ranks tune_tool bench bench_ranks
-             bench_sparse doctor doctor_facts links public_api numerics offsets sanitizer_case scripts security whole_sizes"
+             bench_report bench_sparse doctor doctor_facts links public_api numerics offsets sanitizer_case scripts security whole_sizes"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
              gemm_ar groups library library_collectives model nn nn_states async_tp async_tp_calls async_tp_reports compiled_graphs
