@@ -2,6 +2,7 @@
 tool, `test_calls` what any candidate computes."""
 
 import json
+import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,20 @@ def test_the_model_ranks_the_schedules_as_they_were_measured(monkeypatch):
         if problem.shape not in UNSURE or times[took] != UNSURE[problem.shape]:
             assert times[took] <= 1.02 * min(times.values()), (problem.shape, took, times)
         assert times[took] <= 1.01 * times[rule_before(problem)], (problem.shape, took, times)
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_attention_on_two_h200s(op):
+    """By the model alone; of eager calls and graphs the geometric mean. With four GPUs' costs for two it was 1.34 of the least at one."""
+    names = [f"2026-11-29-{op}-attention-schedules-R2{mode}.json" for mode in ("", "-graph")]
+    eager, graph = (json.loads((ROOT / "docs" / "measured" / name).read_text())["shapes"] for name in names)
+    for one, other in zip(eager, graph, strict=True):
+        problem = on_h200(op, one["m"], one["n"], one["k"], 2)
+        both = [{name: facts["ms"]["median"] for name, facts in shape["methods"].items()} for shape in (one, other)]
+        options = [made.transport for made in choice.usuals(problem)]
+        us = {name: 1e3 * statistics.geometric_mean([times[name] for times in both]) for name in options}
+        took = choice.choose(problem, "auto", {}).transport
+        assert us[took] <= 1.1 * min(us.values()), (problem.shape, took, us)
 
 
 def test_the_model_of_two_h100s():
