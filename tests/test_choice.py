@@ -342,6 +342,45 @@ def test_shortlist_has_tiles_that_fill_a_gpu_better():
     assert {made.tile.bn for made in tuning.shortlist(on_h200("ag_gemm", 1024, 8192, 8192))} == {128, 256}
 
 
+#: Of each GPU: tiles of few rows and of many, of whole calls and of stream_k.
+TILES: dict[tuple[int, int], tuple[tuple[Any, Any], tuple[Any, Any]]] = {
+    (8, 0): (((64, 128, 64, 8, 8, 3, False), (128, 128, 64, 8, 8, 3, False)),
+             ((64, 128, 64, 8, 8, 3, False), (128, 128, 32, 8, 8, 3, False))),
+    (9, 0): (((64, 128, 128, 8, 4, 4, True), (128, 256, 64, 8, 8, 3, True)),
+             ((64, 128, 128, 8, 4, 4, True), (128, 256, 64, 8, 8, 3, True))),
+    (10, 0): (((64, 128, 128, 8, 4, 4, True), (128, 256, 64, 8, 8, 3, True)),
+              ((64, 128, 128, 8, 8, 4, True), (128, 128, 64, 8, 8, 3, True))),
+    (12, 0): (((64, 128, 32, 8, 8, 3, False), (128, 128, 32, 8, 8, 3, False)),) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", TILES)
+def test_tiles_of_each_gpu(capability):
+    """Another has less shared memory, no TMA, or spills; with 12.0 begin those that have 99 KB again."""
+    for rows, few_or_many in ((64, 0), (65, 1), (8192, 1)):
+        of_calls, of_stream_k = (tiling.Tiling(*its[few_or_many]) for its in TILES[capability])
+        assert tiling.choose(capability, BF16, rows, 16384, 4) == of_calls
+        assert tiling.choose_stream_k(capability, BF16, rows, 16384) == of_stream_k
+        assert tiling.choose(capability, torch.float32, rows, 16384, 4) == tiling.FP32
+        assert tiling.choose_stream_k(capability, torch.float32, rows, 16384) == tiling.Tiling(64, 64, 32, 8, 8, 3, False)
+        assert max(of_calls.bm * of_calls.bn, of_stream_k.bm * of_stream_k.bn) <= tiling.PART, "a part of it has no room"
+
+
+def test_wide_tiles_of_stream_k_are_half_as_many_as_there_are_multiprocessors():
+    def columns(m, n):
+        return tiling.choose_stream_k((9, 0), BF16, m, n).bn
+
+    assert columns(1024, 2048) == columns(1000, 2032) == 256  # 64 of them; the last ones may be cut off
+    assert columns(896, 2304) == columns(1000, 2040) == 128  # 63; and stores by element would spill
+
+
+def test_a_multiprocessor_has_registers_for_all_its_programs():
+    """They wait for each other, so all must be there at once; a thread has 255 at most."""
+    asked = ((4, 1), (4, 2), (8, 1), (4, 4), (8, 2), (16, 1), (8, 4))
+    assert [tiling.registers(*its) for its in asked] == [255, 255, 255, 128, 128, 128, 64]
+    assert all(tiling.registers(warps) == tiling.registers(warps, 1) for warps, _ in asked)
+
+
 def products_of_few_waves():
     """Of a rank of four, each forced: the problem, and µs by method."""
     record = json.loads((ROOT / "docs" / "measured" / "2026-11-29-tiles-alone-R4.json").read_text())
