@@ -1,6 +1,7 @@
 """Elements more than 2**31 elements from the first: on a CPU, in memory of which only the pages in use exist."""
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,19 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
         tile, which = tiling.readable(hopper, capability, rows, odd, even)
         operands = tiling.padded((odd, even), which)
         assert not tile.tma and operands[0] is odd and operands[1] is even
+    low = tiling.choose((9, 0), torch.bfloat16, tiling.SMALL_ROWS, 4096, 4)
+    by_pointers = replace(low, bk=64, warps=8, stages=3, tma=False)
+    assert tiling.readable(low, (9, 0), tiling.SMALL_ROWS, odd, even) == (by_pointers, ())
+    assert tiling.readable(low, (9, 0), tiling.SMALL_ROWS, even, even) == (low, ())
+
+
+@pytest.mark.parametrize("rows", (1, 4096))
+def test_what_is_read_by_pointers_anyway_stays_as_it_is(rows):
+    """Not copied, and not in the steps of 64 that half a type has: those of fp32 need more shared memory than some GPUs have."""
+    odd = torch.zeros(9, 13)
+    for tile in (tiling.FP32, tiling.choose((8, 9), torch.bfloat16, rows, 4096, 4)):
+        assert tiling.readable(tile, (8, 9), rows, odd, odd) == (tile, ())
+
 
 @pytest.mark.parametrize(
     ("asked", "calls"),
