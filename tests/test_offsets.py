@@ -80,6 +80,30 @@ def test_what_tma_can_address():
 
 
 
+def test_how_a_matrix_lies():
+    """Of a single row the pitch says nothing, nor of a single column the stride in it; of two they do."""
+    memory = torch.zeros(1 << 7)
+    lies = {
+        (5, 1, 3, 7): (False, 3),
+        (5, 2, 1, 8): (True, 8),
+        (5, 2, 8, 1): (False, 8),
+        (2, 5, 7, 1): (False, 7),
+        (1, 5, 7, 1): (False, 16),  # which TMA takes
+        (1, 17, 7, 1): (False, 32),
+        (5, 1, 1, 7): (False, 1),
+    }
+    for (rows, columns, *strides), (transposed, pitch) in lies.items():
+        kept, turned = tiling.stored(memory.as_strided((rows, columns), strides))
+        assert (turned, tiling.pitch(kept)) == (transposed, pitch), (rows, columns, strides)
+
+
+def test_another_alignment_is_another_kind():
+    """What was planned for aligned operands may read whole vectors; to the next 16 bytes all is alike."""
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    kinds = [tiling.kind(memory[start : start + 8]) for start in range(9)]
+    assert len(set(kinds)) == 8 and kinds[0] == kinds[8] and tiling.kind(None) is None
+
+
 @pytest.mark.parametrize("transposed", (False, True))
 def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
     memory = torch.arange(9 * 13, dtype=torch.bfloat16)
