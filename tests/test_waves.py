@@ -112,6 +112,29 @@ def test_what_pushers_are_behind_counts():
     assert [deal(m, n // 4, k, 4, 0).shared.cut for m, n, k in shapes] == [28, 52, 12, 0]
 
 
+#: (M, N and K of a rank, ranks, pushers of the choice): pushers, pieces of a row of tiles, turns meanwhile.
+PUSHES = {
+    (2048, 2560, 8192, 4, 16): (66, 17, 1),  # half of the programs, as the own tiles are fewer
+    (8192, 7168, 8192, 8, 24): (24, 3, 3),
+    (1024, 4608, 16384, 4, 16): (66, 33, 0),  # the last wave is shared
+    (4000, 2048, 7000, 4, 16): (66, 9, 1),
+    (65536, 256, 8192, 4, 16): (16, 1, 2),
+    (256, 256, 300, 2, 16): (2, 2, 1),  # no more than there are columns for
+    (256, 256, 200, 2, 16): (1, 1, 1),
+    (512, 0, 512, 2, 16): (4, 2, 0),  # ranks that have no columns push as well
+    (512, 256, 512, 1, 16): (0, 0, 0),
+}
+
+
+def test_who_pushes():
+    assert {shape: tuple(deal(*shape)[1:4]) for shape in PUSHES} == PUSHES
+    few = [tuple(deal(512, 256, 512, 2, 16, programs=programs)[:4]) for programs in (1, 2, 3)]
+    assert few == [(1, 1, 1, 0), (2, 1, 1, 1), (3, 1, 1, 1)], "somebody has to push, and somebody else to compute"
+    assert deal(512, 256, 512, 2, 16, rows=0).pushers == 0, "there is nothing to push"
+    tiles_of = [deal(200, 300, 512, 1, 0, rows=rows).programs for rows in (0, 1, 200)]
+    assert tiles_of == [1, 4, 4], "tiles that are not whole count, too"
+
+
 def test_a_gemm_rs_with_copies_shares_less():
     """For it two H100s took 69 to 188 µs, and 41 to 180 where kernels store to the peer. By sizes of the whole problem."""
     shapes = ((4096, 8192, 28672), (4096, 12288, 49152), (2048, 12288, 49152), (8192, 8192, 28672), (8192, 12288, 49152))
@@ -136,6 +159,9 @@ def test_every_tile_of_ag_gemm_is_whole_or_shared(tiles_m, tiles_n, k, ranks, pu
     own, remote = (tiles_m * tiles_n * there for there in (int(rows > 0), ranks - 1))
     whole = own + remote - made.shared.cut
     assert whole >= (own if ranks > 1 else 0) and made.pushers <= made.programs
+    if pushers and ranks > 1 and rows:
+        assert 1 <= made.pushers <= max(1, programs // 2) and 1 <= made.pieces <= tiles.cdiv(k, waves.PUSH_COLUMNS)
+    assert (made.head_start - 1) * (made.programs - made.pushers) < max(own, 1), "a turn without own tiles"
     taken: list[int] = []
     for program in range(made.programs):
         how = (program, made.programs, made.pushers, made.head_start)
