@@ -96,6 +96,8 @@ FILES = {
     "a number": b"1" * 10_000,
     "another format": json.dumps(a_table(format=2)).encode(),
     "entries are no list": json.dumps(a_table(entries={"a": 1})).encode(),
+    "entries are a number": json.dumps(a_table(entries=1)).encode(),
+    "no entries": json.dumps({key: value for key, value in a_table().items() if key != "entries"}).encode(),
     "large": b" " * (tuned.MAX_BYTES + 1),
     "another machine": json.dumps(a_table(machine=H200.as_json())).encode(),
     "stale": json.dumps(a_table(software=tuned.software() | {"kernels": "0" * 16})).encode(),
@@ -202,6 +204,7 @@ ENTRIES = {
     "nothing": {},
     "no choice": {name: value for name, value in GOOD.items() if name != "choice"},
     "no size": GOOD | {"m": None},
+    "no rows": GOOD | {"m": 0},
     "a negative size": GOOD | {"m": -64},
     "true": GOOD | {"m": True},
     "a huge size": GOOD | {"m": 10**30},
@@ -299,8 +302,13 @@ def test_the_key_holds_what_matters(cache, monkeypatch, tmp_path):
         (kernels / "a.py").write_text(text)
         tuned.software.cache_clear()
         digests.add(tuned.software()["kernels"])
+    (kernels / "a.py").rename(kernels / "b.py")
     tuned.software.cache_clear()
-    assert len(digests) == 2
+    digests.add(tuned.software()["kernels"])
+    tuned.software.cache_clear()
+    assert len(digests) == 3
+    monkeypatch.undo()
+    assert {"ag_gemm.py", "gemm_rs.py", "tiles.py"} <= {path.name for path in tuned.KERNELS.glob("*.py")}
 
 
 # the environment
