@@ -79,7 +79,6 @@ def test_what_tma_can_address():
     assert not tiling.is_tma_aligned(huge) and tiling.is_tma_aligned(huge.as_strided((2, 16), (2**39 - 8, 1)))
 
 
-
 def test_how_a_matrix_lies():
     """Of a single row the pitch says nothing, nor of a single column the stride in it; of two they do."""
     memory = torch.zeros(1 << 7)
