@@ -176,7 +176,7 @@ def test_the_model_ranks_the_schedules_as_they_were_measured(monkeypatch):
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_attention_on_two_h200s(op):
-    """By the model alone; of eager calls and graphs the geometric mean. With costs of four GPUs for two it was 1.34 of the least."""
+    """By the model alone; of eager calls and graphs the geometric mean. With costs of four GPUs for two: 1.34 of the least."""
     names = [f"2026-11-29-{op}-attention-schedules-R2{mode}.json" for mode in ("", "-graph")]
     eager, graph = (json.loads((ROOT / "docs" / "measured" / name).read_text())["shapes"] for name in names)
     for one, other in zip(eager, graph, strict=True):
