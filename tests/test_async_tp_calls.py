@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from test_async_tp import GRAPHS, K, calls, close, compilable, gathered, numbers, operands, scattered, traced
+from torch._higher_order_ops.effects import with_effects
 from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional
 
@@ -175,6 +176,38 @@ def threaded(group):
 
 def test_the_token():
     run_ranks(threaded, 2)
+
+
+def waiting(group):
+    """Collectives that nobody waits for, or that a weight comes behind which must stay where it is, stay."""
+    size, name, c10d = dist.get_world_size(group), group.group_name, torch.ops._c10d_functional
+    programs = {
+        "its result is never waited for": lambda x, w, v, u, b, g: c10d.reduce_scatter_tensor(x @ w.T, "sum", size, name),
+        "taken before it has been waited for": lambda x, w, v, u, b, g: c10d.all_gather_into_tensor(x, size, name) @ w.T,
+        "which cannot come before the gather": lambda x, w, v, u, b, g: gathered(x, 0, g) @ torch.rand_like(w).T,
+    }
+    for why, program in programs.items():
+        tp = AsyncTP()
+        tp(traced(program, operands("rows", group), group).graph)
+        (report,) = tp.graphs
+        assert (tp.found, tp.replaced) == (1, 0) and why in " ".join(report.left.values()), str(tp)
+
+
+def test_what_nobody_waits_for_stays():
+    run_ranks(waiting, 2)
+
+
+def keeping(group):
+    """A call returns what it gathers where something else than its products takes that, and only there."""
+    for name, kept in (("rows", False), ("batch", False), ("several, some with a bias, and the gathered", True)):
+        module = traced(GRAPHS[name][1], operands(name, group), group)
+        AsyncTP()(module.graph)
+        put_in = [n.args[2:] for n in module.graph.nodes if n.target is with_effects and "ag_gemm" in str(n.args[1])]
+        assert [arguments[4] for arguments in put_in] == [kept], name
+
+
+def test_what_is_gathered_is_kept_for_others():
+    run_ranks(keeping, 2)
 
 
 def test_a_scalar_has_no_rows():
