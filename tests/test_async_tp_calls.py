@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from async_tp_graphs import GRAPHS, K, gathered, scattered
 from ranks import run_ranks
-from test_async_tp import GRAPHS, K, calls, close, compilable, gathered, numbers, operands, scattered, traced
+from test_async_tp import calls, close, compilable, numbers, operands, traced
 from torch._higher_order_ops.effects import with_effects
 from torch._inductor.fx_passes import pad_mm
 from torch.distributed import _functional_collectives as functional

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from async_tp_graphs import GRAPHS, K, N, gathered, scattered
 from ranks import run_ranks
-from test_async_tp import GRAPHS, K, N, as_list, calls, close, compilable, gathered, operands, scattered, traced
+from test_async_tp import as_list, calls, close, compilable, operands, traced
 from torch._higher_order_ops.effects import with_effects
 from torch._inductor import config
 
