@@ -145,6 +145,22 @@ def test_results_that_nobody_uses(world):
     run_ranks(some_are_used, world)
 
 
+def twice_of_a_bias(group):
+    """Nothing is kept for a bias alone, so two losses may go through it, one behind the other."""
+    size = dist.get_world_size(group)
+    x, w = numbers((2 * size, 8), 1), numbers((4, 8), 2)
+    for op, rows in ((fluxlike.gemm_rs, 2 * size), (fluxlike.gemm_ar, 2 * size), (fluxlike.ag_gemm, 2 * size * size)):
+        b = leaf(numbers((4,), 3))
+        y = op(x, w, bias=b, group=group)
+        for _ in range(2):
+            y.sum().backward()
+        assert torch.equal(b.grad, torch.full_like(b, 2.0 * rows)), op.__name__
+
+
+def test_backwards_of_a_bias_alone():
+    run_ranks(twice_of_a_bias, 2)
+
+
 def second_derivatives(group):
     """They are refused, whatever the gradient is of; first ones that could have had them are right, and so is the rest."""
     size = dist.get_world_size(group)

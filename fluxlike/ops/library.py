@@ -149,6 +149,13 @@ class _Refusing(torch.autograd.Function):
         raise RuntimeError(ctx.why)
 
 
+def _saved(ctx: Any) -> Any:
+    """What a forward saved: nothing if only a bias wants a gradient, whose backward may be made again then, as that of torch."""
+    wants_x, wants_weights, *_ = ctx.needs_input_grad
+    wants = wants_x or (any(wants_weights) if isinstance(wants_weights, list) else wants_weights)
+    return ctx.saved_tensors if wants else (None, None)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, its rows as kernels read them: inductor lays out what it computes as it likes, also what the graph makes contiguous.
 
@@ -194,7 +201,7 @@ def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
     validate.no_batch("gemm_rs", dy)
     with leaving_out("ag_gemm", group_of(ctx.group_name)):  # a checkpoint computes anew what it saved, and there may be no memory
-        x, weight = ctx.saved_tensors
+        x, weight = _saved(ctx)
         weights, dy = [weight.T] if wants_x else [], dy.contiguous()
     # its columns are those that x has on all ranks
     results = ag_gemm_op(dy, weights, [], ctx.m, wants_weight or wants_bias, ctx.group_name, ctx.whole)
@@ -272,7 +279,7 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     regather = any(wants_weights) and not ctx.kept
     calls = "gemm_rs" if wants_x else "ag_gemm" if regather else None
     with contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name)):  # as above
-        source, *weights = ctx.saved_tensors
+        source, *weights = _saved(ctx)
         dzs = [
             torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
             for dz, n in zip(grads, ctx.columns, strict=False)  # behind them the one of what was gathered
@@ -346,7 +353,7 @@ def _save_gemm_ar(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gemm_ar_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight = ctx.saved_tensors
+    x, weight = _saved(ctx)
     wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
     return dy @ weight if wants_x else None, dy.T @ x if wants_weight else None, dy.sum(0) if wants_bias else None, None
 
