@@ -210,9 +210,12 @@ class _Linear(InGroup):
                     f"{self.style}: {name} is still spread as FSDP2 spreads it, {found}; call fully_shard on a module that holds "
                     "all layers which share a gather, not on one of them, and call the layers through it"
                 )
+            remedy = "take off what makes it of other parameters, as weight_norm (parametrize.remove_parametrizations)"
+            if name in self._parameters:
+                how = "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
+                remedy = f"load a plain model's state by {how}"
             raise ValueError(
-                f"{self.style}: {name} is {found}, it must be a DTensor of layout {layout}, as the style has made it; load "
-                "a plain model's state by torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
+                f"{self.style}: {name} is {found}, it must be a DTensor of layout {layout}, as the style has made it; {remedy}"
             )
         self._check_mesh(name, parameter.device_mesh)
         return parameter.to_local()
