@@ -3,8 +3,8 @@
 The constants are those of an H200 beside others on NVLink, bf16: fitted by hand and by least squares to the calls of
 docs/measured/2026-11-2{1,2}-*-R4.json, which tests/test_choice.py holds the model to (every schedule within 35 % of its median,
 most within a tenth; the schedule that it picks within 2 % of the best one, but for one). What is not about four ranks is of two
-H100s (few rows and the shared wave, docs/measured/2026-11-24-two-h100.md), of one (fp32) or of one H200, as constants say; for
-other GPUs nothing has been measured.
+H100s (few rows and the shared wave, docs/measured/2026-11-24-two-h100.md), of one (fp32), of two H200s (ag_gemm's costs for each
+peer, docs/measured/2026-11-29-attention.md) or of one, as constants say; for other GPUs nothing has been measured.
 
 * A product is waves of tiles: ``programs`` tiles at a time, each `TILE_RATE` operations a second and `TILE_END` for its end. Where
   the last wave is shared (`waves`), it takes its part of that, and `SHARING`. Beside it the weight is read from memory, once for
@@ -84,7 +84,7 @@ COPY = 5e-6
 #: Fitted.
 COPIES_PEER, COPIES = {"gemm_rs": 13e-6, "ag_gemm": 9e-6}, 40e-6
 GATHER_PEER = 4e-6
-#: What a product of ag_gemm's takes longer than its tiles; fitted.
+#: How many times as long as its tiles a product of ag_gemm's takes; fitted (docs/measured/2026-11-29-attention.md).
 GATHERING = 1.03
 #: Of the product of chunks that are halved, for each time: 8192×8192×28672 1488, 1532, 1561 µs with 1, 2 and 4 parts, measured.
 CUT = 0.025
@@ -174,7 +174,7 @@ def cut_costs(problem: "Problem", choice: "Choice") -> float:
 
 
 def _side(problem: "Problem") -> float:
-    """Seconds of what is beside the copies."""
+    """Seconds of a side stream's fork, join and signals, with copies to all peers."""
     return min(COPIES, max(problem.ranks - 1, 1) * COPIES_PEER[problem.op])
 
 

@@ -274,15 +274,16 @@ def _save_ag_gemm(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(source, *(w if x_shard.requires_grad else None for w in weights))
 
 
-def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     wants_x, wants_weights, wants_biases, *_ = ctx.needs_input_grad
     regather = any(wants_weights) and not ctx.kept
     calls = "gemm_rs" if wants_x else "ag_gemm" if regather else None
     with contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name)):  # as above
         source, *weights = _saved(ctx)
+        grads = grads[: len(ctx.columns)]  # behind them the one of what was gathered
         dzs = [
             torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
-            for dz, n in zip(grads, ctx.columns, strict=False)  # behind them the one of what was gathered
+            for dz, n in zip(grads, ctx.columns, strict=True)
         ]
         if wants_x:
             dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
@@ -295,9 +296,9 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
             dx = gemm_rs_op(dz, weight.T, None, ctx.group_name, ctx.whole)
     elif regather:
         gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name, None)[0]
-    used = [dz is not None for dz in grads]
-    dws = [dz.T @ gathered if wanted and of_use else None for dz, wanted, of_use in zip(dzs, wants_weights, used, strict=False)]
-    dbs = [dz.sum(0) if wanted and of_use else None for dz, wanted, of_use in zip(dzs, wants_biases, used, strict=False)]
+    used = [None if grad is None else dz for dz, grad in zip(dzs, grads, strict=True)]
+    dws = [dz.T @ gathered if wanted and dz is not None else None for dz, wanted in zip(used, wants_weights, strict=True)]
+    dbs = [dz.sum(0) if wanted and dz is not None else None for dz, wanted in zip(used, wants_biases, strict=False)]
     return dx, dws, dbs, None, None, None, None
 
 
