@@ -108,7 +108,7 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
     memory = torch.arange(9 * 13, dtype=torch.bfloat16)
     odd = memory.view(13, 9).T if transposed else memory.view(9, 13)
     even = torch.zeros(16, 16, dtype=torch.bfloat16)
-    hopper = tiling.choose((9, 0), torch.bfloat16, 4096, 4096, 4)
+    hopper = tiling.WIDE
     assert hopper.tma and not tiling.is_tma_aligned(odd)
     tile, which = tiling.readable(hopper, (9, 0), tiling.SMALL_ROWS + 1, odd, even)
     first, second = tiling.padded((odd, even), which)
@@ -118,7 +118,7 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
         tile, which = tiling.readable(hopper, capability, rows, odd, even)
         operands = tiling.padded((odd, even), which)
         assert not tile.tma and operands[0] is odd and operands[1] is even
-    low = tiling.choose((9, 0), torch.bfloat16, tiling.SMALL_ROWS, 4096, 4)
+    (low,) = tiling.fitting((9, 0), torch.bfloat16, tiling.SMALL_ROWS, 4096)
     by_pointers = replace(low, bk=64, warps=8, stages=3, tma=False)
     assert tiling.readable(low, (9, 0), tiling.SMALL_ROWS, odd, even) == (by_pointers, ())
     assert tiling.readable(low, (9, 0), tiling.SMALL_ROWS, even, even) == (low, ())
@@ -128,7 +128,7 @@ def test_what_tma_cannot_address_is_copied_or_read_by_pointers(transposed):
 def test_what_is_read_by_pointers_anyway_stays_as_it_is(rows):
     """Not copied, and not in the steps of 64 that half a type has: those of fp32 need more shared memory than some GPUs have."""
     odd = torch.zeros(9, 13)
-    for tile in (tiling.FP32, tiling.choose((8, 9), torch.bfloat16, rows, 4096, 4)):
+    for tile in (tiling.FP32, *tiling.fitting((8, 9), torch.bfloat16, rows, 4096)):
         assert tiling.readable(tile, (8, 9), rows, odd, odd) == (tile, ())
 
 
@@ -153,11 +153,3 @@ def test_what_a_copy_of_rows_becomes(asked, calls, monkeypatch):
     engine._raw, engine._batch = 0, []
     engine.copy(*asked)
     assert made == calls
-
-
-def test_tiles_are_narrow_where_wide_ones_leave_multiprocessors_idle():
-    def columns(m, n, ranks=4):
-        return tiling.choose((9, 0), torch.bfloat16, m // ranks, n, ranks).bn
-
-    assert columns(1024, 2048) == columns(512, 4096) == 128  # 64 wide tiles for 132 multiprocessors
-    assert columns(1024, 4096) == columns(8192, 8192) == columns(1024, 14336) == 256

@@ -154,7 +154,7 @@ def rs_sub_chunks(group, subs):
 def ctx_tile(size: int) -> int:
     """Rows of a tile of a call with 256 rows."""
     executor = world.current().executor
-    return tiling.choose(executor.capability, torch.bfloat16, -(-256 // size), 64, size).bm
+    return tiling.fitting(executor.capability, torch.bfloat16, -(-256 // size), 64)[0].bm
 
 
 @pytest.mark.parametrize("subs", (2, 4))

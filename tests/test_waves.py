@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from fluxlike.ops import cost, tiling, waves
 from fluxlike.runtime import interpreter, world
 
 H200 = (9, 0)
-WIDE = tiling.Tiling(128, 256, 64, 8, 8, 3, True)
 
 
 @given(
@@ -89,11 +86,8 @@ def test_the_mirror_of_a_lane_share(data, programs, height, columns, k_tiles, la
 def deal(m: int, n: int, k: int, ranks: int, pushers: int, rows: int | None = None, capability=H200, programs: int = 132):
     """What a launch of ag_gemm on a GPU would be; n of a rank."""
     full = tiles.chunk_rows(m, ranks)
-    ctx = SimpleNamespace(
-        op="ag_gemm", size=ranks, dtype=torch.bfloat16, tuned=SimpleNamespace(capability=capability),
-        programs=lambda count: max(1, min(programs, count)), world=SimpleNamespace(executor=SimpleNamespace(programs=programs)),
-    )  # fmt: skip
-    return waves.gather(ctx, WIDE, pushers if ranks > 1 else 0, full if rows is None else rows, full, n, k)  # type: ignore[arg-type]
+    launch = waves.Launch("ag_gemm", capability, torch.bfloat16, ranks, programs)
+    return waves.gather(launch, tiling.WIDE, pushers if ranks > 1 else 0, full if rows is None else rows, full, n, k)[0]
 
 
 def test_waves_of_an_h200():
@@ -140,10 +134,10 @@ def test_a_gemm_rs_with_copies_shares_less():
     shapes = ((4096, 8192, 28672), (4096, 12288, 49152), (2048, 12288, 49152), (8192, 8192, 28672), (8192, 12288, 49152))
     cuts = {}
     for transport in ("copy_engine", "in_kernel"):
-        ctx: Any = SimpleNamespace(op="gemm_rs", dtype=torch.bfloat16, tuned=SimpleNamespace(capability=H200))
+        launch = waves.Launch("gemm_rs", H200, torch.bfloat16, 2, 132)
         for m, n, k in shapes:
             height, own = m // 256, m // 256 * (n // 256)
-            cuts[transport, m, n] = waves.scatter(ctx, WIDE, transport, 132, own, own, height, k // 2).cut
+            cuts[transport, m, n] = waves.scatter(launch, tiling.WIDE, transport, own, own, height, k // 2)[0].cut
     assert list(cuts.values()) == [0, 0, 0, 0, 36, 0, 84, 0, 68, 36]
 
 

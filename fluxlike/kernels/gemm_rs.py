@@ -101,14 +101,15 @@ def add_partials(
     """
     r = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
-    at = stage + slot.to(tl.int64) * set_elements + r[:, None].to(tl.int64) * ld + columns[None, :]
     inside = (r[:, None] < rows) & (columns[None, :] < ld)
+    at = r[:, None].to(tl.int64) * ld + columns[None, :]
+    stage += slot.to(tl.int64) * set_elements
     for step in tl.static_range(1, R, 3):
-        a = tl.load(at + slot_start(rank + step, pitch, ld, R), mask=inside, other=0.0)
+        a = tl.load(stage + slot_start(rank + step, pitch, ld, R) + at, mask=inside, other=0.0)
         if step + 1 < R:
-            b = tl.load(at + slot_start(rank + step + 1, pitch, ld, R), mask=inside, other=0.0)
+            b = tl.load(stage + slot_start(rank + step + 1, pitch, ld, R) + at, mask=inside, other=0.0)
         if step + 2 < R:
-            c = tl.load(at + slot_start(rank + step + 2, pitch, ld, R), mask=inside, other=0.0)
+            c = tl.load(stage + slot_start(rank + step + 2, pitch, ld, R) + at, mask=inside, other=0.0)
         acc += a.to(tl.float32)
         if step + 1 < R:
             acc += b.to(tl.float32)
@@ -326,16 +327,17 @@ def gemm_rs_kernel(
             full, flags, ctl, epoch, slot, rank, rows, row, unit, tile_m * tiles_n + tile_n, max_flags, remote_tiles + done,
             R, COPY_ENGINE, TRACE,
         )  # fmt: skip
-        acc = add_bias(acc, bias, column, N, BN, BIAS)
         # by halves, so that accumulator and partial fit in registers together
         left, right = halves(acc, BM, BN)
         HALF: tl.constexpr = BN // 2
+        left = add_bias(left, bias, column, N, HALF, BIAS)
         left = add_partials(left, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF)
         if TMA_OUT:
             out.store([row, column], left.to(dtype))
         else:
             store_block(out, left.to(dtype), row, column, rows, N, N, BM, HALF)
         column += HALF
+        right = add_bias(right, bias, column, N, HALF, BIAS)
         right = add_partials(right, stage, slot, pitch, row, column, rank, rows, ld, set_elements, R, BM, HALF)
         if TMA_OUT:
             out.store([row, column], right.to(dtype))
@@ -356,5 +358,6 @@ def gemm_rs_kernel(
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
             reset(full, slot, R)
+            epoch = tl.load(ctl + EPOCH) + 1  # read again: all the way here registers are short
         finish(ctl, slot, rank, epoch, R)  # (D)
     record(ctl, me, END, R, TRACE)

@@ -389,7 +389,7 @@ def _plan(
         return sequential.gather(ctx, operands[0][:rows], operands[1:], biases, results, m, full)
     if transport == decomposed.NAME:
         return decomposed.gather(ctx, rows, m, k, full, _copies)
-    tile = choice.for_columns(problem, chosen.tile, max(z.shape[1] for z in results))
+    tile = choice.for_columns(problem, chosen, max(z.shape[1] for z in results))
     tile, padded = tiling.readable(tile, problem.capability, full, *operands)
     shard, *weights = tiling.padded(operands, padded)
     launches = []
@@ -443,7 +443,7 @@ def _gemms(
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
     pushers = chosen.pushers if number == 0 and ranks > 1 and chosen.transport == "in_kernel" else 0
-    deal = waves.gather(ctx, tile, pushers, rows, full, n, k)
+    deal, _ = waves.gather(waves.of_context(ctx), tile, pushers, rows, full, n, k)
     args = (
         *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
         z, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..kernels.tiles import cdiv, chunk_rows
-from . import cost, sequential, tiling
+from . import cost, sequential, tiling, waves
 from .tiling import CPU, SMALL_ROWS, Tiling
 
 #: `ops.decomposed`, which looks at this module.
@@ -102,8 +102,7 @@ class Choice:
     pushers: int = 0
 
     def __str__(self) -> str:
-        tile = self.tile
-        parts = [self.transport, f"{tile.bm}x{tile.bn}x{tile.bk}/{tile.warps}w{tile.stages}s", f"group {tile.group_m}"]
+        parts = [self.transport, str(self.tile), f"group {self.tile.group_m}"]
         parts += [f"cut in {self.subs}"] * (self.subs > 1) + [f"{self.pushers} push"] * (self.pushers > 0)
         return ", ".join(parts)
 
@@ -133,7 +132,7 @@ def from_json(data: Any, problem: Problem) -> Choice:
 
 
 def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]:
-    """The tiles that kernels may be compiled with, in the group height of `tiling.choose`.
+    """The tiles that kernels may be compiled with, in the group height of `tiling.fitting`.
 
     A closed list, because each must fit into the registers and the shared memory of the GPU: those for compute capability 9.0 have
     been compiled for it (the slow test of tests/test_choice.py does).
@@ -143,13 +142,9 @@ def tiles(capability: tuple[int, int], dtype: torch.dtype) -> tuple[Tiling, ...]
     if dtype == torch.float32:
         return (tiling.FP32,)
     if tiling.is_large(capability):
-        return (
-            Tiling(128, 256, 64, 8, 8, 3, True),
-            Tiling(128, 128, 64, 8, 8, 3, True),
-            Tiling(128, 128, 64, 8, 8, 4, True),
-            Tiling(64, 128, 128, 8, 4, 4, True),
-            Tiling(64, 256, 64, 8, 8, 4, True),
-        )
+        low = Tiling(64, 128, 128, 8, 4, 4, True), Tiling(64, 256, 64, 8, 4 if capability == (9, 0) else 8, 4, True)
+        columns = (256, 255) if capability == (9, 0) else (256,)
+        return *(tile for n in columns for tile in tiling.fitting(capability, dtype, tiling.MAX_SIZE, n)), *low
     depth = 64 if capability == (8, 0) else 32
     return Tiling(128, 128, depth, 8, 8, 3, False), Tiling(64, 128, depth, 8, 8, 3, False)
 
@@ -196,17 +191,25 @@ def why_not_torch(capability: tuple[int, int], allowed: bool) -> str | None:
 
 
 def fits_columns(tile: Tiling, columns: int) -> bool:
-    """Element-wise stores of a ragged result spill registers at 256 columns."""
-    return tile.bn <= 128 or (columns > 128 and columns % 16 == 0)
+    """Element-wise stores of a ragged result spill registers at 256 columns, and where a thread has 128 elements of the tile."""
+    if columns % 16 == 0:
+        return tile.bn <= 128 or columns > 128
+    return tile.bn <= 128 and (tile.warps == 1 or tile.bm * tile.bn <= 64 * 32 * tile.warps)  # one warp: on a CPU
 
 
 def usual(problem: Problem, transport: str) -> Choice:
     """What a call gets by rule, without a table. Rules, where they rest on measurements that `cost` does not reproduce."""
-    tile = tiling.choose(problem.capability, problem.dtype, problem.rows, problem.columns, problem.ranks)
-    copies = transport == "copy_engine"
-    if problem.op == "gemm_rs" and copies:
-        return _cut(problem, Choice(transport, tile))
-    return Choice(transport, tile, pushers=PUSHERS[0] if problem.op == "ag_gemm" and transport == "in_kernel" else 0)
+    pushers = PUSHERS[0] if problem.op == "ag_gemm" and transport == "in_kernel" else 0
+    made = Choice(transport, _tile(problem, transport, pushers, problem.columns), pushers=pushers)
+    return _cut(problem, made) if problem.op == "gemm_rs" and transport == "copy_engine" else made
+
+
+def _tile(problem: Problem, transport: str, pushers: int, columns: int) -> Tiling:
+    """The tile whose steps are expected to take the least time, one after the other."""
+    options = tiling.fitting(problem.capability, problem.dtype, problem.rows, columns)
+    if len(options) == 1 or transport in TORCH:
+        return options[0]
+    return min(options, key=lambda tile: waves.steps(problem, tile, transport, pushers, columns) * tile.bn / tiling.rate(tile))
 
 
 def _cut(problem: Problem, whole: Choice) -> Choice:
@@ -272,10 +275,11 @@ def usuals(problem: Problem) -> list[Choice]:
     return [option for option in options if option.transport not in TORCH or why_not(problem, option) is None]
 
 
-def for_columns(problem: Problem, tile: Tiling, columns: int) -> Tiling:
-    """ag_gemm: the tile of a rank whose weights are ``columns`` wide, as high as ``tile``, on which the ranks agree."""
+def for_columns(problem: Problem, made: Choice, columns: int) -> Tiling:
+    """ag_gemm: the tile of a rank whose weights are ``columns`` wide, as high as that of the choice, on which the ranks agree."""
+    tile = made.tile
     if columns == problem.columns and fits_columns(tile, columns):
         return tile
-    rule = tiling.choose(problem.capability, problem.dtype, problem.rows, columns, problem.ranks)
+    rule = _tile(problem, made.transport, made.pushers, columns)
     same = [t for t in tiles(problem.capability, problem.dtype) if t.bm == tile.bm and fits_columns(t, columns)]
     return replace(rule if rule in same else same[0], group_m=tile.group_m)

@@ -24,6 +24,7 @@ Not in the model: clocks that fall under load (5 %), L2 cache, other work on the
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import log2
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ import torch
 
 from ..kernels.tiles import cdiv
 from . import exchange
-from .tiling import CPU, NARROW, Tiling
+from .tiling import CPU, HALF, Tiling, rate
 
 if TYPE_CHECKING:
     from .choice import Choice, Problem
@@ -75,8 +76,6 @@ TORCH_HIDES, OURS_HIDE = 4, 3
 #: 51.5 and 17.3e12 in all (docs/measured/2026-11-26-fp32.md).
 TORCH_FP32 = 0.071
 TILE_FP32 = 0.131e12
-#: Rate of tiles of 64 rows against 128: an assumption.
-LOW = 0.75
 #: Seconds of any call; of a copy. Fitted.
 CALL = 4e-6
 COPY = 5e-6
@@ -123,6 +122,16 @@ def may_share(capability: tuple[int, int], dtype: torch.dtype) -> bool:
     return capability == CPU or (capability == (9, 0) and dtype != torch.float32)
 
 
+def sharing(op: str, transport: str, tile: Tiling) -> float:
+    """Seconds that sharing the last wave costs. Of smaller tiles the parts are smaller, too.
+
+    gemm_rs beside copies has no registers for it where four warps have a tile: without end.
+    """
+    if op == "gemm_rs" and transport == "copy_engine" and tile == replace(HALF, group_m=tile.group_m):
+        return float("inf")
+    return SHARING[op, transport] * (tile.bm * tile.bn / (128 * 256)) ** 0.5
+
+
 def step_seconds(tile: Tiling, dtype: torch.dtype) -> float:
     """Of one step of a product, of the depth of the tile."""
     return 2 * tile.bm * tile.bn * tile.bk / (TILE_FP32 if dtype == torch.float32 else TILE_RATE)
@@ -131,9 +140,8 @@ def step_seconds(tile: Tiling, dtype: torch.dtype) -> float:
 def tile_seconds(problem: "Problem", choice: "Choice", depth: int, faster: float = 1.0) -> float:
     """Of one tile, on a GPU that multiplies so much faster than an H200."""
     tile = choice.tile
-    rate = TILE_RATE * (1.0 if tile.bn >= 256 else NARROW) * (1.0 if tile.bm >= 128 else LOW)
-    rate = faster * (TILE_FP32 if problem.dtype == torch.float32 else rate)
-    return 2 * tile.bm * tile.bn * depth / rate + TILE_END * tile.bm * tile.bn / (128 * 256)
+    operations = faster * (TILE_FP32 if problem.dtype == torch.float32 else TILE_RATE * rate(tile))
+    return 2 * tile.bm * tile.bn * depth / operations + TILE_END * tile.bm * tile.bn / (128 * 256)
 
 
 def _beside(first: float, second: float, order: int) -> float:
@@ -154,7 +162,7 @@ def _product(problem: "Problem", choice: "Choice", tiles: int, seconds: float, g
     waves, behind = divmod(tiles, problem.programs)
     last = seconds if behind else 0.0
     if waves and may_share(problem.capability, problem.dtype):
-        last = min(last, behind / problem.programs * seconds + SHARING[problem.op, choice.transport])
+        last = min(last, behind / problem.programs * seconds + sharing(problem.op, choice.transport, choice.tile))
     passes = max(1.0, min(groups, tiles / problem.programs))  # tiles of one wave read it together
     read = passes * problem.columns * depth * problem.dtype.itemsize / problem.memory
     return _beside(waves * seconds + last, read, OURS_HIDE)

@@ -292,7 +292,7 @@ def _plan(
     unit_tiles = unit_tiles_m * cdiv(n, tile.bn)
     programs = ctx.programs(unit_tiles * subs * ranks)
     remote, own = unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0
-    shared = waves.scatter(ctx, tile, transport, programs, remote, own, unit_tiles_m * subs, k)
+    shared, _ = waves.scatter(waves.of_context(ctx), tile, transport, remote, own, unit_tiles_m * subs, k)
     args = (
         *operands, y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
         ctx.full, ctx.flags, ctx.ctl,

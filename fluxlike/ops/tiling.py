@@ -28,11 +28,13 @@ SMALL_ROWS = 64
 #: Elements of a part of a tile, the largest that stream_k has, and rows of its blocks of the sum over ranks.
 PART, SUM_ROWS = 128 * 256, 16
 CPU = (0, 0)
-#: Of the GPUs of a compute capability. Where one has fewer, tiles are chosen less well, but by all ranks alike.
-MULTIPROCESSORS = {(9, 0): 132, (10, 0): 148}
-#: Rate of a multiprocessor on tiles of 128×128 against 128×256: on an H200 the median of 23 products with K of a rank from 2048 on,
-#: of 0.63 to 0.77 (docs/measured/2026-11-29-tiles.md). With less, the ends of tiles count for more.
-NARROW = 0.67
+#: Of most GPUs of compute capability 9.0. Where one has fewer, stream_k's tiles are chosen less well, but by all ranks alike.
+MULTIPROCESSORS = 132
+#: Rate of a multiprocessor on tiles of 128 columns against 256: on an H200 the median of 49 products of up to eight waves was 0.98
+#: for `HALF`, of 0.89 to 1.04, less with more waves, and 0.70 with three stages (docs/measured/2026-11-29-half-tiles.md).
+NARROW, SHALLOW = 0.97, 0.67
+#: Of 64 rows against 128: fitted to calls of few rows, in which other things than products take time; with many rows it is 0.9.
+LOW = 0.52
 
 
 def number(value: Any) -> Any:
@@ -59,9 +61,22 @@ class Tiling:
     stages: int
     tma: bool
 
+    def __str__(self) -> str:
+        return f"{self.bm}x{self.bn}x{self.bk}/{self.warps}w{self.stages}s"
 
+
+#: Of Hopper. Half the columns take half the time for a step, so more steps must be under way; with as few warps, as each then has
+#: as large a part of the tile. Where that would spill registers, as stores by element would, on eight: THIN, at 0.86 of the rate.
+WIDE, HALF = Tiling(128, 256, 64, 8, 8, 3, True), Tiling(128, 128, 64, 8, 4, 5, True)
+THIN, BLACKWELL = replace(HALF, warps=8, stages=4), replace(HALF, warps=8, stages=3)
 #: Of fp32: of twelve on an H100 the best with few rows; with many, two are up to 18 % faster (docs/measured/2026-11-26-fp32.md).
 FP32 = Tiling(64, 128, 16, 8, 4, 3, False)
+
+
+def rate(tile: Tiling) -> float:
+    """Operations a second of a multiprocessor inside such tiles, against those inside of 128×256."""
+    narrow = NARROW if tile.stages > 3 else SHALLOW
+    return (1.0 if tile.bn >= 256 else narrow) * (1.0 if tile.bm >= 128 else LOW)
 
 
 def is_large(capability: tuple[int, int]) -> bool:
@@ -74,27 +89,26 @@ def registers(warps: int, programs: int = 1) -> int:
     return min(255, 65536 // (32 * warps * programs))
 
 
-def choose(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int, ranks: int) -> Tiling:
-    """The tiling for ``ranks`` chunks of ``chunk_rows`` rows and ``n`` columns.
+def fitting(capability: tuple[int, int], dtype: torch.dtype, chunk_rows: int, n: int) -> tuple[Tiling, ...]:
+    """The tilings for chunks of ``chunk_rows`` rows and ``n`` columns, of which `choice.usual` takes the faster one.
 
-    128×256×64 with 8 warps and three stages was the best of the prototypes at large sizes; it needs the shared memory of
-    compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and no TMA. fp32 is computed at IEEE precision,
-    so on plain multiply-adds and not on tensor cores: small tiles.
+    128×256×64 with 8 warps and three stages is the best one where it fills the GPU, and 128×128 where that leaves less of the last
+    wave empty; both need the shared memory of compute capability 9.0 (213 KB). GPUs that are not `is_large` get 96 KB or less, and
+    no TMA. fp32 is computed at IEEE precision, so on plain multiply-adds and not on tensor cores: small tiles.
     """
     small = chunk_rows <= SMALL_ROWS
     if capability == CPU:
-        return Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True)
+        return (Tiling(32 if chunk_rows <= 32 else 64, 32 if n <= 32 else 64, 64, 4, 1, 1, True),)
     if dtype == torch.float32:
-        return FP32
+        return (FP32,)
     if is_large(capability):
         if small:
-            return Tiling(64, 128, 128, 8, 4, 4, True)
-        # element-wise stores of a ragged result spill registers at 256 columns
-        wide = n > 128 and n % 16 == 0
-        if wide:
-            wide = _seconds(256, capability, chunk_rows, n, ranks) <= _seconds(128, capability, chunk_rows, n, ranks)
-        return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
-    return Tiling(64 if small else 128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
+            return (Tiling(64, 128, 128, 8, 4, 4, True),)
+        half = HALF if capability == (9, 0) else BLACKWELL
+        if n % 16:  # element-wise stores of a ragged result spill registers at 256 columns, too
+            return (THIN if capability == (9, 0) else BLACKWELL,)
+        return (WIDE, half) if n > 128 else (half,)
+    return (Tiling(64 if small else 128, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False),)
 
 
 def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: int) -> Tiling:
@@ -110,17 +124,12 @@ def choose_stream_k(capability: tuple[int, int], dtype: torch.dtype, m: int, n: 
         if is_large(capability):
             return Tiling(64, 128, 128, 8, 4 if capability == (9, 0) else 8, 4, True)
         return Tiling(64, 128, 64 if capability == (8, 0) else 32, 8, 8, 3, False)
-    if is_large(capability):
+    if capability == (9, 0):
         tiles = cdiv(m, 128) * cdiv(n, 256)
-        wide = capability == (9, 0) and n % 16 == 0 and tiles >= MULTIPROCESSORS[capability] // 2 - 2
-        return Tiling(128, 256 if wide else 128, 64, 8, 8, 3, True)
+        return WIDE if n % 16 == 0 and tiles >= MULTIPROCESSORS // 2 - 2 else THIN
+    if is_large(capability):
+        return BLACKWELL
     return Tiling(128, 128, 32, 8, 8, 3, False)
-
-
-def _seconds(bn: int, capability: tuple[int, int], chunk_rows: int, n: int, ranks: int) -> float:
-    """Time of a product with tiles of 128 rows and ``bn`` columns, in some unit: whole waves, as the last tile counts."""
-    waves = cdiv(ranks * cdiv(chunk_rows, 128) * cdiv(n, bn), MULTIPROCESSORS.get(capability, 132))
-    return waves * bn / (1.0 if bn == 256 else NARROW)
 
 
 def readable(

@@ -10,12 +10,16 @@ methods take turns (`ops.tuning.in_turn`) after half a second of work, and the f
 as well, stands behind a launch that fills a few words: with copy_engine those are the flags, which a call takes back. Without a
 GPU results are compared, and no time is reported.
 
+With ``--each-tile`` each of them is made in every tile that it could have (`tilings`), in turns, too.
+
 With ``--tiles`` it also says what tiles take: medians over those of some calls that write their times down (`kernels.trace`), each
 the last of 30 back to back. That is some milliseconds of work, in which clocks are not down yet, so calls take less than above.
 """
 
 import argparse
 import collections
+import dataclasses
+import functools
 import json
 import math
 import statistics
@@ -31,7 +35,7 @@ import fluxlike
 
 from ..kernels import sync
 from ..kernels.tiles import rows_of
-from ..ops import trace, tuning
+from ..ops import choice, trace, tuning
 from ..ops.ag_gemm import create_ag_gemm_context
 from ..ops.gemm_rs import create_gemm_rs_context
 from ..runtime import alone
@@ -133,13 +137,33 @@ def tile_times(ctx: Any, call: Call) -> dict[str, float]:
     return {name: statistics.median(found) / 1e3 for name, found in (*spans.items(), ("call", calls))}
 
 
-def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int, tiles: bool = False) -> dict[str, Any]:
+def tilings(ctx: Any, shape: Shape) -> list[choice.Choice]:
+    """The usual choice of the context's schedule in each tile of as many rows, without regard to groups."""
+    problem = ctx.problem(shape.m, shape.n, shape.k)
+    usual = choice.usual(problem, ctx.schedule)
+    options = [dataclasses.replace(usual, tile=tile) for tile in choice.tiles(problem.capability, problem.dtype)]
+    return [made for made in options if made.tile.bm == usual.tile.bm and choice.why_not(problem, made) is None]
+
+
+def measure(
+    op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int, tiles: bool = False, each: bool = False
+) -> dict[str, Any]:
     """µs of each method, and "tiles": `tile_times` of each schedule, if asked for; nothing without a GPU.
 
-    RuntimeError if a method is wrong.
+    ``each``: each method in each of its `tilings`, "method, tile". RuntimeError if a method is wrong.
     """
     methods: dict[str, Call] = {}
     contexts: dict[str, Any] = {}
+
+    def add(method: str, schedule: str, problem: Shape, x: torch.Tensor) -> None:
+        make = functools.partial(context, op, problem, dtype, schedule)
+        for made in tilings(make(), problem) if each else [None]:
+            name = f"{method}, {made.tile}" if made else method
+            contexts[name] = ctx = make()
+            ctx.use(made)
+            methods[name] = call_of(op, ctx, x, weight, shape.m)
+            check(op, ctx, methods[name], x, weight)
+
     with alone.playing(1) as device:
         x, weight = operands(op, shape, ranks, device, dtype)
         whole = x if op == "gemm_rs" else tuning.random(device, dtype)(shape.m, shape.k)
@@ -150,19 +174,15 @@ def measure(op: str, shape: Shape, ranks: int, dtype: torch.dtype, rounds: int, 
             torch.mm(whole, weight.T, out=out)
 
         methods["gemm"] = gemm
-        ctx = context(op, Shape(shape.m, *weight.shape), dtype, SCHEDULES[0])
-        methods["one rank"] = call_of(op, ctx, whole, weight, shape.m)
-        check(op, ctx, methods["one rank"], whole, weight)
+        add("one rank", SCHEDULES[0], Shape(shape.m, *weight.shape), whole)
         with alone.playing(ranks):
             for schedule in SCHEDULES:
-                contexts[schedule] = ctx = context(op, shape, dtype, schedule)
-                methods[schedule] = call_of(op, ctx, x, weight, shape.m)
-                check(op, ctx, methods[schedule], x, weight)
+                add(schedule, schedule, shape, x)
             if device.type != "cuda":
                 return {}
             found: dict[str, Any] = times(methods, rounds)
             if tiles:
-                found["tiles"] = {schedule: tile_times(ctx, methods[schedule]) for schedule, ctx in contexts.items()}
+                found["tiles"] = {name: tile_times(contexts[name], methods[name]) for name in SCHEDULES}
             return found
 
 
@@ -171,10 +191,14 @@ def line(shape: Shape, found: dict[str, Any]) -> str:
     if not found:
         return f"{shape}: right, by {' and '.join(SCHEDULES)}; no GPU, so nothing was timed"
     found = dict(found)
-    tiles = found.pop("tiles", {})
+    tiles, gemm = found.pop("tiles", {}), found.pop("gemm")
     below = [f"tiles, {schedule}: {', '.join(f'{name} {us:.1f}' for name, us in took.items())}" for schedule, took in tiles.items()]
-    cells = [f"{found['gemm']:.1f}", *(f"{us:.1f} ({us / found['gemm'] - 1:+.1%})" for name, us in found.items() if name != "gemm")]
-    return "\n".join([f"| {shape} | {' | '.join(cells)} |", *below])
+    rows: dict[str, list[str]] = {}  # one, or one a tile
+    for name, us in found.items():
+        rows.setdefault(name.partition(", ")[2], []).append(f"{us:.1f} ({us / gemm - 1:+.1%})")
+    return "\n".join(
+        [f"| {shape}{', ' * bool(tile)}{tile} | {gemm:.1f} | {' | '.join(cells)} |" for tile, cells in rows.items()] + below
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -188,7 +212,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     command.add_shapes(parser, suites=SUITES)
     parser.add_argument("--ranks", type=int, default=4, help="ranks that the shapes are spread over (4)")
     parser.add_argument("--rounds", type=int, default=15, help="timings of each method (15)")
-    parser.add_argument("--tiles", action="store_true", help="also what tiles take, of calls that write their times down")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--each-tile", action="store_true", help="each method in every tile that it could have")
+    how.add_argument("--tiles", action="store_true", help="also what tiles take, of calls that write their times down")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, with the machine's")
     command.add_dtype(parser)
     asked = parser.parse_args(argv)
@@ -212,7 +238,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"|{'---|' * (3 + len(SCHEDULES))}")
     for shape in asked.shapes or SUITES[asked.suite][asked.op]:
         try:
-            found = measure(asked.op, shape, asked.ranks, getattr(torch, asked.dtype), asked.rounds, asked.tiles)
+            found = measure(asked.op, shape, asked.ranks, getattr(torch, asked.dtype), asked.rounds, asked.tiles, asked.each_tile)
         except (RuntimeError, ValueError) as error:
             print(f"alone: {shape}: {error}", file=sys.stderr)
             return 1

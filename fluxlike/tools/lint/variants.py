@@ -30,9 +30,10 @@ PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
 #: Sizes of a call (M, N, K on a rank): whole tiles; few rows; few rows that TMA cannot address; a width that is no vector; so
 #: many bytes that gemm_rs sends its chunks in parts; tiles of 256 columns, in chunks that are whole; so many of those that the last
-#: wave is worth sharing; few rows, in tiles of 64 columns and of 32, and the most that are fused, with a K of which programs
-#: gather several blocks at once; more that are gathered so, by eight warps and by four, and the most of those, in tiles of 64
-#: columns and of 128, and fewer of them. The collectives take M×K elements, all_reduce also two tensors of so many.
+#: wave is worth sharing, and of those of 128 columns; few rows, in tiles of 64 columns and of 32, and the most that are fused, with
+#: a K of which programs gather several blocks at once; more that are gathered so, by eight warps and by four, and the most of
+#: those, in tiles of 64 columns and of 128, and fewer of them. The collectives take M×K elements, all_reduce also two tensors of so
+#: many.
 SHAPES = {
     "large": (1024, 512, 512),
     "small": (64, 512, 512),
@@ -41,6 +42,7 @@ SHAPES = {
     "parts": (8192, 8192, 2048),
     "wide": (2048, 8192, 2048),
     "waves": (1024, 14336, 32768),
+    "halves": (1024, 2560, 32768),
     "list": (1024, 512, 512),
     "narrow": (1024, 1, 1),
     "slim": (1024, 64, 64),
@@ -144,6 +146,7 @@ def cases(capability: int) -> list[Case]:
         if capability == 90:
             found += [Case(op, "in_kernel", "wide"), Case(op, "in_kernel", "wide", bias=True)]
             found += [Case(op, "copy_engine", "waves"), Case(op, "in_kernel", "waves", bias=True)]
+            found += [Case(op, "copy_engine", "halves"), Case(op, "in_kernel", "halves", bias=True)]
         if capability == 90:
             found.append(Case(op, "copy_engine", "ragged"))
             found.append(Case(op, "copy_engine", kn=True, bias=True))
