@@ -26,6 +26,10 @@ OTHERS = {f"2×H200,-{name}": (f"2026-11-29-{{}}-{record}-R2.json", f"2026-11-29
     ("attention,-all-schedules", "attention-schedules"),
     ("headline,-all-schedules", "headline-schedules"),
     ("one-kernel-with-fewer-programs", "narrow"),
+    ("attention-in-half-tiles,-all-schedules", "attention-half-tiles"),
+    ("attention-in-half-tiles", "attention-again"),
+    ("hidden-size-5120,-all-schedules", "5120-schedules"),
+    ("hidden-size-5120", "5120"),
 )}  # fmt: skip
 #: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
 CODE_OF = {"a151d77bcb52 with changes": "97fb9a3, which the records call a151d77 with changes"}
@@ -51,6 +55,10 @@ CODE_OF |= {f"2026-11-29-{name}-schedules-R2{mode}.json": "7614589" for name in 
 CODE_OF |= {f"2026-11-29-{op}-narrow-R2{mode}.json": "d0ee90a but for what one kernel makes" for op in OPS for mode in MODES}
 for _name in ("headline", "attention"):
     CODE_OF |= {f"2026-11-29-{op}-{_name}-R2{mode}.json": "d0ee90a" for op in OPS for mode in MODES}
+HALF_TILES = {"ag_gemm-attention-half-tiles": "998b663", "ag_gemm-5120-schedules": "998b663", "ag_gemm-attention-again": "998b663"}
+HALF_TILES |= {"gemm_rs-5120-schedules": "998b663 but for how gemm_rs's kernel addresses partials"}
+HALF_TILES |= {f"{op}-5120": "998b663" for op in OPS}
+CODE_OF |= {f"2026-11-29-{name}-R2{mode}.json": commit for name, commit in HALF_TILES.items() for mode in MODES}
 FUSED = tuple(
     f"2026-11-27-{op}-{how}-R2{mode}.json" for op in ("gemm_rs", "gemm_ar") for how in ("fused", "unfused") for mode in MODES
 )

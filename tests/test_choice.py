@@ -199,7 +199,7 @@ def test_attention_on_two_h200s(op):
 
     1.28 it takes at ag_gemm 1024×6144×4096, by torch's product, which is level in graphs.
     """
-    record, off = {"gemm_rs": "attention-schedules", "ag_gemm": "attention-half"}[op], []
+    record, off = {"gemm_rs": "attention-schedules", "ag_gemm": "attention-half-tiles"}[op], []
     names = [ROOT / "docs" / "measured" / f"2026-11-29-{op}-{record}-R2{mode}.json" for mode in ("", "-graph")]
     for problem, us in of_both(names).items():
         took = choice.choose(problem, "auto", {}).transport
