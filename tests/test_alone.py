@@ -78,6 +78,29 @@ def test_what_tiles_take(op, schedule, monkeypatch):
     assert text.splitlines() == ["| 192×96×192 | 10.0 | 12.0 (+20.0%) |", f"tiles, {schedule}: own end 3.2, call 40.0"]
 
 
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_each_tile(op, monkeypatch, capsys):
+    """Each method in each tile that it could have, and its result compared; a row a tile."""
+    made, check = [], tool.check
+
+    def checked(op, ctx, *call):
+        made.append((ctx.size, ctx.schedule, str(ctx._used.tile)))
+        check(op, ctx, *call)
+
+    monkeypatch.setattr(tool, "check", checked)
+    assert tool.main([op, "--shapes", "192x96x192", "--ranks", "3", "--rounds", "2", "--each-tile"]) == 0
+    assert "192×96×192" in capsys.readouterr().out
+    shape = tool.Shape(192, 96, 192)
+    with alone.playing(3):
+        tiles = [str(one.tile) for one in tool.tilings(tool.context(op, shape, torch.bfloat16, "in_kernel"), shape)]
+    assert len(set(tiles)) == len(tiles) > 1
+    assert made[-2 * len(tiles) :] == [(3, schedule, tile) for schedule in tool.SCHEDULES for tile in tiles]
+    assert {size for size, _, _ in made[: -2 * len(tiles)]} == {1}
+    us = {"gemm": 10.0, "one rank, a": 11.0, "one rank, b": 9.0, "in_kernel, a": 12.0, "in_kernel, b": 15.0}
+    rows = tool.line(tool.Shape(8, 8, 8), us)
+    assert rows == "| 8×8×8, a | 10.0 | 11.0 (+10.0%) | 12.0 (+20.0%) |\n| 8×8×8, b | 10.0 | 9.0 (-10.0%) | 15.0 (+50.0%) |"
+
+
 def test_a_rank_is_not_played_in_a_world(monkeypatch):
     monkeypatch.setattr(world, "_world", object())
     with pytest.raises(RuntimeError, match="is a rank of fluxlike already"), alone.playing(2):
