@@ -422,9 +422,9 @@ def test_what_may_be_shared_has_memory(monkeypatch):
     """Of a Blackwell beside a Hopper, too: its last wave is shared as by that one, which needs a place for each program."""
     found = tuned.agreed
     monkeypatch.setattr(tuned, "agreed", lambda *args: replace(found(*args), capability=(9, 0)))
-    x, weight = dry.tensor((1024, 32768), BF16), dry.tensor((14336, 32768), BF16)
+    x, weight = dry.tensor((1024, 32768), BF16), dry.tensor((8704, 32768), BF16)
     with dry.recording((10, 0), 4) as records:
-        ctx = gemm_rs.create_gemm_rs_context(1024, 14336, 4 * 32768, schedule="in_kernel")
+        ctx = gemm_rs.create_gemm_rs_context(1024, 8704, 4 * 32768, schedule="in_kernel")
         gemm_rs.gemm_rs(x, weight, ctx)
         places, programs = len(ctx.parts), ctx.world.executor.programs
     assert any(record.constants["SHARED"] for record in records) and places == programs

@@ -354,10 +354,14 @@ def gemm_rs_kernel(
         )  # fmt: skip
 
     # ---- the end of the call ----------------------------------------------------------------------------------------
+    me = tl.cdiv(pitch, BM) * tiles_n * R + tl.program_id(0)  # as above, and not kept since
     record(ctl, me, ENDING, R, TRACE)
     if is_last_program(ctl, TMA):
         if COPY_ENGINE:
             reset(full, slot, R)
-            epoch = tl.load(ctl + EPOCH) + 1  # read again: all the way here registers are short
+        if COPY_ENGINE or TRACE:  # where registers are too short to keep it all the way here
+            epoch = tl.load(ctl + EPOCH) + 1
+            if not COPY_ENGINE:
+                slot = (epoch & 1).to(tl.int32)
         finish(ctl, slot, rank, epoch, R)  # (D)
     record(ctl, me, END, R, TRACE)
