@@ -88,12 +88,15 @@ def test_each_tile(op, monkeypatch, capsys):
         check(op, ctx, *call)
 
     monkeypatch.setattr(tool, "check", checked)
-    assert tool.main([op, "--shapes", "192x96x192", "--ranks", "3", "--rounds", "2", "--each-tile"]) == 0
-    assert "192×96×192" in capsys.readouterr().out
-    shape = tool.Shape(192, 96, 192)
+    m = 384 if torch.cuda.is_available() else 192  # so many that there are several on sm_90 and in the interpreter
+    assert tool.main([op, "--shapes", f"{m}x96x192", "--ranks", "3", "--rounds", "2", "--each-tile"]) == 0
+    assert f"{m}×96×192" in capsys.readouterr().out
+    shape = tool.Shape(m, 96, 192)
     with alone.playing(3):
-        tiles = [str(one.tile) for one in tool.tilings(tool.context(op, shape, torch.bfloat16, "in_kernel"), shape)]
-    assert len(set(tiles)) == len(tiles) > 1
+        ctx = tool.context(op, shape, torch.bfloat16, "in_kernel")
+        tiles = [str(one.tile) for one in tool.tilings(ctx, shape)]
+        several = ctx.problem(m, 96, 192).capability in ((0, 0), (9, 0))
+    assert len(set(tiles)) == len(tiles) >= 1 + several
     assert made[-2 * len(tiles) :] == [(3, schedule, tile) for schedule in tool.SCHEDULES for tile in tiles]
     assert {size for size, _, _ in made[: -2 * len(tiles)]} == {1}
     us = {"gemm": 10.0, "one rank, a": 11.0, "one rank, b": 9.0, "in_kernel, a": 12.0, "in_kernel, b": 15.0}

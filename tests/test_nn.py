@@ -243,6 +243,10 @@ def styled(group, shapes):
     assert y.shape == (2, 4 * size, HIDDEN) and y.stride() == (4 * size * HIDDEN, HIDDEN, 1), "those of the whole, not of a part"
 
 
+#: Before 2.12 DTensor.to_local makes zeros of a gradient that is not there.
+ZEROS_OF_DTENSORS = torch.__version__.startswith(("2.10.", "2.11."))
+
+
 def some_take_part(group):
     """Of layers that share a gather, one that nobody uses has no gradient, and what a frozen one gives wants none."""
     rank, mesh = dist.get_rank(group), DeviceMesh.from_group(group, device().type)
@@ -250,7 +254,9 @@ def some_take_part(group):
     x = torch.ones(2, 6, HIDDEN, device=device()).chunk(2, 1)[rank]
     gate, _ = feed.gate(x), feed.up(x)
     gate.square().sum().backward()
-    assert all((p.grad is None) == (p in set(feed.up.parameters())) for layer in (feed.gate, feed.up) for p in layer.parameters())
+    assert all(p.grad is not None for p in feed.gate.parameters())
+    for p in feed.up.parameters():
+        assert not p.grad.to_local().any() if ZEROS_OF_DTENSORS else p.grad is None
     feed.gate.requires_grad_(False)
     assert [feed.gate(x).requires_grad, feed.up(x).requires_grad] == [False, True]
     wants = x.clone().requires_grad_()
