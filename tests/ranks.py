@@ -156,7 +156,7 @@ class _Gloo(dist.ProcessGroupGloo):
 
     devices: ClassVar[Any]
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
         super().__init__(store, rank, size, self.devices.options(timeout))
 
 
