@@ -9,6 +9,20 @@ def gathered(x, dim, group):
     return functional.all_gather_tensor(x, dim, group)
 
 
+def waited(x, dim, group, uses):
+    """Several wholes of one gather, each of which waits for it, as those of torch 2.14 do."""
+    op, ranks = torch.ops._c10d_functional, group.size()
+    brought = op.all_gather_into_tensor(x, ranks, group.group_name)
+    wholes = [op.wait_tensor(brought) for _ in uses]
+    return [use(torch.cat(whole.chunk(ranks), dim) if dim else whole) for use, whole in zip(uses, wholes, strict=True)]
+
+
+def waited_scatter(x, w, group):
+    op = torch.ops._c10d_functional
+    brought = op.reduce_scatter_tensor(x @ w.T, "sum", group.size(), group.group_name)
+    return [op.wait_tensor(brought) + 1, op.wait_tensor(brought) * 2]
+
+
 def scattered(x, dim, group, operation="sum"):
     return functional.reduce_scatter_tensor(x, operation, dim, group)
 
@@ -102,6 +116,18 @@ GRAPHS = {
     "slices": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(sliced(x, 1, g.size(), g), w), 1, 1, ""),
     "several, some with a bias, and the gathered": (
         (3, 4, K), lambda x, w, v, u, b, g: [F.linear(y := gathered(x, 1, g), w, b), F.linear(y, v), y.T], 1, 1, ""),
+    "waits": ((3, 4, K), lambda x, w, v, u, b, g: waited(
+        x, 1, g, [lambda y: F.linear(y, w, b), lambda y: F.linear(y, v), lambda y: y * 2]), 1, 1, ""),
+    "waits of rows": ((3, 4, K), lambda x, w, v, u, b, g: waited(
+        x, 0, g, [lambda y: F.linear(y, w, b), lambda y: y.view(-1, K) @ v.T, lambda y: y + 1]), 1, 1, ""),
+    "a whole": ((3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y]), 1, 1, ""),
+    "wholes apart": (
+        (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y, lambda y: y.view(-1, K)]),
+        1, 0, "no product takes"),
+    "wholes written to": (
+        (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: y.view(-1, K).mul_(2), lambda y: F.linear(y, w) + 0]),
+        1, 0, "no product takes"),
+    "waits of a scatter": ((4, K), lambda x, w, v, u, b, g: waited_scatter(x, w, g), 1, 1, ""),
     "cast": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g).float() @ w.T, 1, 1, ""),
     "cast to more": ((4, K), lambda x, w, v, u, b, g: gathered(x.half(), 0, g).float() @ w.T, 1, 1, ""),
     "autocast": ((ROWS, K), lambda x, w, v, u, b, g: cast(x, w, g), 2, 2, ""),

@@ -144,6 +144,7 @@ class AsyncTP(CustomGraphPass):
         report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
         if gathers or scatters:
             self._warn_of_pads(gathers + scatters)
+            rewrite.wait_once(graph)
             work = rewrite.Rewrite(graph, self.even)
             report.replaced_gathers = self._replace(work, gathers, report)
             report.replaced_scatters = self._replace(work, scatters, report)

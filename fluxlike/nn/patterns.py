@@ -127,10 +127,15 @@ def _chunk(part: Any) -> tuple[Any, Any, Any] | None:
     return None
 
 
+def is_mutable(node: Node) -> bool:
+    """Whether a node writes to what it takes."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def check_writes(first: Node, last: Node) -> None:
     """Raises Left if something is written to in place meanwhile: a call reads at one time what the graph reads at several."""
     node = first
     while node is not last:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if is_mutable(node):
             raise Left(f"{node} writes in place between {first} and {last}")
         node = node.next

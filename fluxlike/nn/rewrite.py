@@ -41,6 +41,7 @@ from .patterns import (
     chunks,
     equal,
     in_group,
+    is_mutable,
     keeps_rows,
     known,
     prims,
@@ -197,6 +198,56 @@ def _check_group(name: str) -> None:
 
 
 # -- all_gather -> products --------------------------------------------------------------------------------------------------
+
+
+def wait_once(graph: torch.fx.Graph) -> None:
+    """One wait for what a collective brings, and one whole of it, where there are several: torch 2.14 has those of each use.
+
+    Not of what the program gets, which may write to one and read another. Inductor says what that is, of a forward.
+    """
+    *_, output = graph.nodes
+    returned = output.args[0]
+    seen = {returned[i] for i in output.meta.get("user_visible_output_idxs", ())} or set(output.all_input_nodes)
+    for collective in [node for node in graph.nodes if node.target in (GATHER, SCATTER)]:
+        waits = _in_order(collective, lambda user: user.target is WAIT)
+        for wait in waits[1:]:
+            wait.replace_all_uses_with(waits[0])
+            graph.erase_node(wait)
+        if len(waits) > 1:
+            _merge_alike(waits[0], seen)
+
+
+def _merge_alike(source: Node, seen: set[Node]) -> None:
+    """Of what is made of a tensor by splits, concatenation and reshapes that keep rows, each thing once."""
+    kept: dict[tuple[Any, ...], Node] = {}
+    for user in _in_order(source, lambda user: user.target in (*SPLITS, operator.getitem, aten.cat.default) or keeps_rows(user)):
+        first = kept.setdefault((user.target, str(user.args), str(user.kwargs)), user)
+        if first is not user and not (user.target is aten.cat.default and _must_be_two(user, first, seen)):
+            user.replace_all_uses_with(first)
+            source.graph.erase_node(user)
+            if user in seen:
+                seen.add(first)
+    for user in kept.values():
+        _merge_alike(user, seen)
+
+
+def _must_be_two(a: Node, b: Node, seen: set[Node]) -> bool:
+    """Whether it shows where equal tensors are one: one of them is written to, or the program gets both."""
+
+    def views(node: Node) -> list[Node]:
+        return [node, *(view for user in node.users if keeps_rows(user) for view in views(user))]
+
+    def is_written(node: Node) -> bool:
+        return any(is_mutable(user) and user.args[0] is node for user in node.users)
+
+    both = views(a), views(b)
+    return any(is_written(node) for node in (*both[0], *both[1])) or all(not seen.isdisjoint(nodes) for nodes in both)
+
+
+def _in_order(node: Node, which: Callable[[Node], bool]) -> list[Node]:
+    """Users, as they stand in the graph."""
+    users = {user for user in node.users if which(user)}
+    return [user for user in node.graph.nodes if user in users] if len(users) > 1 else list(users)
 
 
 def replace_gather(rewrite: Rewrite, gather: Node) -> int:
