@@ -53,7 +53,7 @@ import importlib.metadata, importlib.util, re, sys
 def release(name):
     return tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version(name))[:2])
 
-good = (2, 10) <= release("torch") < (2, 14) and (3, 6) <= release("triton") < (3, 8)
+good = (2, 10) <= release("torch") < (2, 15) and (3, 6) <= release("triton") < (3, 9)
 sys.exit(not (good and all(importlib.util.find_spec(name) for name in sys.argv[1:])))
 PY
 }
@@ -104,7 +104,7 @@ cpu_wheels() {
 }
 
 make_venv() {
-  local fx_base fx_wheels
+  local fx_base fx_wheels fx_pins=()
   fx_base=$(base_python) || exit
   echo "fluxlike: setting up .venv with the extra '$fx_extra' (once; a few minutes and a network are needed)" >&2
   if [ -e "$fx_venv" ]; then # moved first, so that a removal cut short leaves no .venv that lost its mark
@@ -115,7 +115,10 @@ make_venv() {
   { mkdir "$fx_venv" && touch "$fx_mark"; } || die "cannot write $fx_venv; make $fx_root writable or set FLUXLIKE_PYTHON."
   "$fx_base" -m venv "$fx_venv" >&2 || die "$fx_base -m venv failed; set FLUXLIKE_PYTHON to a Python that has the packages."
   fx_wheels=$(cpu_wheels)
-  (cd "$fx_root" && "$fx_venv/bin/python" -m pip install -qq --disable-pip-version-check ${fx_wheels:+"$fx_wheels"} -e ".[$fx_extra,test]" >&2) ||
+  # Of the releases that cu13 allows the one that the GPU tests have run with; it brings Triton 3.6. The other extras name one each.
+  if [ "$fx_extra" = cu13 ]; then fx_pins=('torch==2.11.*'); fi
+  (cd "$fx_root" && "$fx_venv/bin/python" -m pip install -qq --disable-pip-version-check ${fx_wheels:+"$fx_wheels"} \
+    -e ".[$fx_extra,test]" ${fx_pins[@]+"${fx_pins[@]}"} >&2) ||
     die "pip could not install the packages (see above); mend that and run again, or set FLUXLIKE_PYTHON to a Python that has them."
   recipe >"$fx_stamp"
 }

@@ -121,6 +121,7 @@ def test_descriptors_are_kept(driver):
         (PLACES, {"num_ctas": 2}, "clusters"),
         (PLACES, {"tensordesc_meta": []}, "no tensor map"),
         (PLACES, {"tensordesc_meta": [META | {"elem_size": 4}]}, "a descriptor"),
+        (PLACES, {"tensordesc_meta": [{name: META[name] for name in META if name != "swizzle"}]}, "without swizzle"),
         (PLACES, {"signature": SIGNATURE | {"m": "fp32"}}, "of kind fp32"),
         (PLACES, {"signature": SIGNATURE | {"more": "i32"}}, "no argument"),
     ),

@@ -206,12 +206,16 @@ def test_hidden_module_in_text(tmp_path):
 
 
 def test_import_that_ends_the_process(tmp_path):
+    import torch
+
     done = run_doctor(tmp_path, "--json", TEST_END="triton", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1, done.stdout + done.stderr
     rows, problems, heap = report(done)
-    assert heap["why"] == "triton cannot be imported"
-    assert "imports" in rows["packages", "torch"]
-    assert [what for what in problems if "triton" in what and "ended the process with status 77" in what]
+    # torch 2.14 imports Triton itself
+    first = "torch" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "triton"
+    assert heap["why"] == f"{first} cannot be imported{'' if first == 'triton' else '; triton not tried after that'}"
+    assert ("imports" in rows["packages", "torch"]) == (first == "triton")
+    assert [what for what in problems if first in what and "ended the process with status 77" in what]
 
 
 def test_fake_nvidia_smi(tmp_path):

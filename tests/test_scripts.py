@@ -326,6 +326,7 @@ def test_torch_without_cuda_for_machines_without_gpus(tmp_path, extra, configure
     assert done.returncode == 0, done.stderr
     ran = (tmp_path / "ran").read_text()
     assert f".[{extra},test]" in ran and ("--extra-index-url=https://download.pytorch.org/whl/cpu" in ran) == added
+    assert ("torch==2.11.*" in ran) == (extra == "cu13"), "what GPUs have run with"
 
 
 @pytest.mark.parametrize("lacks", ("pytest", "torch"))

@@ -25,6 +25,8 @@ _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _L2_PROMOTION_128B = 2
 #: Descriptors kept of one parameter. An eager model has its tensors at a few addresses, again and again.
 _KEPT = 256
+#: What Triton says of a descriptor.
+_DESCRIBED = {"fp4_padded", "elem_size", "block_size", "swizzle"}
 _POINTER = struct.Struct("Q")
 #: CUlaunchConfig: sizes of the grid and of a block, bytes of shared memory, stream, attributes, their number. Where the stream is.
 _CONFIG, _CONFIG_STREAM = struct.Struct("<7I4xQQI4x"), 32
@@ -135,6 +137,8 @@ def _places(function: int) -> list[tuple[int, int]]:
 def _encoded(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], meta: dict, address: int) -> bytes:
     """The CUtensorMap of a matrix at ``address``, as Triton's own launcher makes it: beyond the sides there are zeros."""
     rank = len(shape)
+    if lacking := _DESCRIBED - meta.keys():
+        raise NotKnown(f"a descriptor {meta} without {', '.join(sorted(lacking))}")
     if meta["fp4_padded"] or meta["elem_size"] != dtype.itemsize:
         raise NotKnown(f"a descriptor {meta} of {dtype}")
     memory = ctypes.create_string_buffer(_MAP_BYTES + 64)

@@ -20,8 +20,8 @@ from . import once
 from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 
 OLDEST_PYTHON = (3, 11)
-TORCH_RANGE = ((2, 10), (2, 14))
-TRITON_RANGE = ((3, 6), (3, 8))
+TORCH_RANGE = ((2, 10), (2, 15))
+TRITON_RANGE = ((3, 6), (3, 9))
 # torch's CUDA: what pyproject's extra for it asks of the packages beside torch and Triton
 PINS = {
     cuda: {
@@ -151,7 +151,7 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
     elif facts.child_error:
         what = f"the process that tries the imports ends before the first: {facts.child_error}"
         yield Problem(what, f"See what it says: {sys.executable} -P {Path(__file__).with_name('machine.py')} --child.")
-    for name, wanted in (("numpy", "numpy"), ("torch", "torch>=2.10,<2.14"), ("triton", "triton>=3.6,<3.8")):
+    for name, wanted in (("numpy", "numpy"), ("torch", "torch>=2.10,<2.15"), ("triton", "triton>=3.6,<3.9")):
         reason = facts.broken.get(name, "unknown")
         if name in facts.loaded or reason.startswith(NOT_TRIED):
             continue
