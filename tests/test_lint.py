@@ -484,7 +484,7 @@ MUTANTS = [
     (AG, r"fence\.proxy\.async; mov", "mov", "acquire"),
     (AG, r"ld\.global\.sys\.acquire", "ld.volatile.global", "dropped"),
     (AG_COPY, r"fence\.proxy\.async; mov", "mov", "acquire"),
-    (AG_COPY, DRAINED, "mov.u32 %r0, 0;", "release"),
+    (AG_COPY, DRAINED, "mov.u32 %r0, 0;", "release" if VERSION < (3, 8) else "dropped"),  # 3.8 waits for the store by itself
 ]
 
 
