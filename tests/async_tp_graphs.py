@@ -122,7 +122,7 @@ GRAPHS = {
         x, 0, g, [lambda y: F.linear(y, w, b), lambda y: y.view(-1, K) @ v.T, lambda y: y + 1]), 1, 1, ""),
     "a whole": ((3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y]), 1, 1, ""),
     "wholes apart": (
-        (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y, lambda y: y.view(-1, K)]),
+        (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y, lambda y: y.mT]),
         1, 0, "no product takes"),
     "wholes written to": (
         (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: y.view(-1, K).mul_(2), lambda y: F.linear(y, w) + 0]),

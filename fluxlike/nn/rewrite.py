@@ -207,41 +207,43 @@ def wait_once(graph: torch.fx.Graph) -> None:
     """
     *_, output = graph.nodes
     returned = output.args[0]
-    seen = {returned[i] for i in output.meta.get("user_visible_output_idxs", ())} or set(output.all_input_nodes)
+    shown = [returned[i] for i in output.meta.get("user_visible_output_idxs", ())] or output.all_input_nodes
+    got = {_storage(node) for node in shown}
+    written = {_storage(given) for node in graph.nodes if is_mutable(node) for given in node.all_input_nodes}
     for collective in [node for node in graph.nodes if node.target in (GATHER, SCATTER)]:
         waits = _in_order(collective, lambda user: user.target is WAIT)
         for wait in waits[1:]:
             wait.replace_all_uses_with(waits[0])
             graph.erase_node(wait)
         if len(waits) > 1:
-            _merge_alike(waits[0], seen)
+            _merge_alike(waits[0], got, written)
 
 
-def _merge_alike(source: Node, seen: set[Node]) -> None:
-    """Of what is made of a tensor by splits, concatenation and reshapes that keep rows, each thing once."""
+def _merge_alike(source: Node, got: set[int], written: set[int]) -> None:
+    """Of what is made of a tensor by splits, concatenation and reshapes that keep rows, each thing once.
+
+    Not two wholes whose memory the program gets, both of it, nor any that is written to.
+    """
     kept: dict[tuple[Any, ...], Node] = {}
     for user in _in_order(source, lambda user: user.target in (*SPLITS, operator.getitem, aten.cat.default) or keeps_rows(user)):
         first = kept.setdefault((user.target, str(user.args), str(user.kwargs)), user)
-        if first is not user and not (user.target is aten.cat.default and _must_be_two(user, first, seen)):
-            user.replace_all_uses_with(first)
-            source.graph.erase_node(user)
-            if user in seen:
-                seen.add(first)
+        if first is user:
+            continue
+        if user.target is aten.cat.default:
+            both = {_storage(user), _storage(first)}
+            if both & written or both <= got:
+                continue
+            got |= both if both & got else set()
+        user.replace_all_uses_with(first)
+        source.graph.erase_node(user)
     for user in kept.values():
-        _merge_alike(user, seen)
+        _merge_alike(user, got, written)
 
 
-def _must_be_two(a: Node, b: Node, seen: set[Node]) -> bool:
-    """Whether it shows where equal tensors are one: one of them is written to, or the program gets both."""
-
-    def views(node: Node) -> list[Node]:
-        return [node, *(view for user in node.users if keeps_rows(user) for view in views(user))]
-
-    def is_written(node: Node) -> bool:
-        return any(is_mutable(user) and user.args[0] is node for user in node.users)
-
-    both = views(a), views(b)
-    return any(is_written(node) for node in (*both[0], *both[1])) or all(not seen.isdisjoint(nodes) for nodes in both)
+def _storage(node: Node) -> int:
+    """Which memory a tensor has; 0 of what is none."""
+    tensor = node.meta.get("val")
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
 
 
 def _in_order(node: Node, which: Callable[[Node], bool]) -> list[Node]:
