@@ -28,8 +28,10 @@ def compared():
 
 @pytest.mark.parametrize("name", ["copy_engine", "gemm", "torch"])
 def test_the_model_is_within_a_tenth_of_what_was_measured(name, monkeypatch):
-    """Every headline shape at 2 and 4 GPUs, in the tiles that they were measured with; most within a twentieth."""
+    """Every headline shape at 2 and 4 GPUs, in the tiles and parts that they were measured with; most within a twentieth."""
     monkeypatch.setattr(tiling, "fitting", lambda *problem: (tiling.WIDE,))
+    subs = choice._subs
+    monkeypatch.setattr(choice, "_subs", lambda problem: 4 if problem.k == 8192 and problem.ranks == 4 else subs(problem))
     found = [one for one in compared() if one.name == name]
     assert len(found) == 32 and {one.ranks for one in found} == {2, 4}
     assert max(abs(one.off) for one in found) < 0.10, max(found, key=lambda one: abs(one.off))

@@ -220,17 +220,15 @@ def _cut(problem: Problem, whole: Choice) -> Choice:
 
 
 def _subs(problem: Problem) -> int:
-    """Sub-chunks of a chunk: more where the copies take long beside the product, so that they start sooner and end sooner.
+    """Sub-chunks of a chunk: two where the copies take long beside the product, so that they start sooner and end sooner.
 
-    Fewer is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
-    4×H200, µs with 1, 2, 4: 8192×8192×8192 573, 580, 500; 8192×4096×14336 414, 385, 388; 8192×8192×28672 1488, 1532, 1561.
+    One is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
+    4×H200, 5017e67, µs with 1, 2, 4: 8192×8192×8192 572, 514, 527; 8192×4096×14336 420, 411, 422; 8192×8192×28672 1522, 1515, 1514.
     """
     if problem.k == 0 or problem.ranks == 1:
         return 1
     nbytes = problem.rows * problem.n * problem.dtype.itemsize
     share = (nbytes * (problem.ranks - 1) / cost.COPY_RATE) / (2 * problem.rows * problem.n * problem.k / cost.GEMM_RATE)
-    if share > 0.65 and nbytes >= 32 << 20:
-        return 4
     return 2 if share > 0.4 and nbytes >= 16 << 20 else 1
 
 
