@@ -131,6 +131,12 @@ def some_are_used(group):
     same(shard.grad, (size * whole.grad).cpu()[3 * rank : 3 * rank + 3], "x")
     same(weights[1].grad, right.grad.cpu(), "of the one that is used")
     assert weights[0].grad is None
+    made.clear()
+    z = fluxlike.ag_gemm(shard.detach(), weights, group=group)[1]
+    with Zeros():
+        z.sum().backward()
+    assert not made, "nobody reads them where the input wants no gradient"
+    same(weights[1].grad, 2 * right.grad.cpu(), "of the one that is used, twice")
     frozen = [leaf(u), v.clone(), leaf(v)]
     for b, wants in ((None, [True, False, True]), ([None, leaf(numbers((6,), 4)), None], [True, True, True])):
         zs = fluxlike.ag_gemm(x[3 * rank : 3 * rank + 3], frozen, bias=b, group=group)

@@ -281,12 +281,10 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, 
     with contextlib.nullcontext() if calls is None else leaving_out(calls, group_of(ctx.group_name)):  # as above
         source, *weights = _saved(ctx)
         grads = grads[: len(ctx.columns)]  # behind them the one of what was gathered
-        dzs = [
-            torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz.contiguous()
-            for dz, n in zip(grads, ctx.columns, strict=True)
-        ]
+        dzs = [None if dz is None else dz.contiguous() for dz in grads]
         if wants_x:
-            dz = dzs[0] if len(dzs) == 1 else torch.cat(dzs, 1)
+            of_all = [torch.zeros(ctx.m, n, **ctx.like) if dz is None else dz for dz, n in zip(dzs, ctx.columns, strict=True)]
+            dz = of_all[0] if len(of_all) == 1 else torch.cat(of_all, 1)
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     gathered, dx = source, None
     if wants_x:
@@ -296,9 +294,8 @@ def _ag_gemm_backward(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, 
             dx = gemm_rs_op(dz, weight.T, None, ctx.group_name, ctx.whole)
     elif regather:
         gathered = ag_gemm_op(source, [], [], ctx.m, True, ctx.group_name, None)[0]
-    used = [None if grad is None else dz for dz, grad in zip(dzs, grads, strict=True)]
-    dws = [dz.T @ gathered if wanted and dz is not None else None for dz, wanted in zip(used, wants_weights, strict=True)]
-    dbs = [dz.sum(0) if wanted and dz is not None else None for dz, wanted in zip(used, wants_biases, strict=False)]
+    dws = [dz.T @ gathered if wanted and dz is not None else None for dz, wanted in zip(dzs, wants_weights, strict=True)]
+    dbs = [dz.sum(0) if wanted and dz is not None else None for dz, wanted in zip(dzs, wants_biases, strict=False)]
     return dx, dws, dbs, None, None, None, None
 
 
