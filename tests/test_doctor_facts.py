@@ -194,6 +194,16 @@ def test_pins_are_those_of_the_extras():
         assert sorted(wanted) == sorted(name + pin for name, pin in pins.items())
 
 
+def test_one_range_of_torch_and_triton_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    admitted, extra = project["dependencies"], project["optional-dependencies"]["cu13"]
+    assert doctor._tested("torch") in admitted and doctor._tested("triton") in extra
+    assert f"<{doctor._tested('torch').partition('<')[2]}" in next(pin for pin in extra if pin.startswith("torch"))
+    asked = " and ".join(f'{low} <= release("{name}") < {high}' for name, (low, high) in doctor.TESTED.items())
+    assert f"good = {asked}\n" in (ROOT / "scripts/env.sh").read_text()
+    assert f"pip install '{doctor._tested('triton')}'" in (ROOT / "fluxlike/runtime/world.py").read_text()
+
+
 def test_library_in_its_place_is_fine():
     facts = healthy()
     facts.installed["nvidia-nvshmem-cu13"] = "3.4.5"

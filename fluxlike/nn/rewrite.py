@@ -197,9 +197,6 @@ def _check_group(name: str) -> None:
             raise Left(f"ranks {outside} of its group {name!r} are outside the group given to fluxlike.init")
 
 
-# -- all_gather -> products --------------------------------------------------------------------------------------------------
-
-
 def wait_once(graph: torch.fx.Graph) -> None:
     """One wait for what a collective brings, and one whole of it, where there are several: torch 2.14 has those of each use.
 
@@ -250,6 +247,9 @@ def _in_order(node: Node, which: Callable[[Node], bool]) -> list[Node]:
     """Users, as they stand in the graph."""
     users = {user for user in node.users if which(user)}
     return [user for user in node.graph.nodes if user in users] if len(users) > 1 else list(users)
+
+
+# -- all_gather -> products --------------------------------------------------------------------------------------------------
 
 
 def replace_gather(rewrite: Rewrite, gather: Node) -> int:

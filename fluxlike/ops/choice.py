@@ -223,7 +223,8 @@ def _subs(problem: Problem) -> int:
     """Sub-chunks of a chunk: two where the copies take long beside the product, so that they start sooner and end sooner.
 
     One is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
-    4×H200, 5017e67, µs with 1, 2, 4: 8192×8192×8192 572, 514, 527; 8192×4096×14336 420, 411, 422; 8192×8192×28672 1522, 1515, 1514.
+    4×H200, µs with 1, 2, 4: 8192×8192×8192 572, 514, 527; 8192×4096×14336 420, 411, 422
+    (docs/measured/2026-11-22-gemm_rs-parts-R4.md).
     """
     if problem.k == 0 or problem.ranks == 1:
         return 1

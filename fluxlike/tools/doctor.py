@@ -20,8 +20,7 @@ from . import once
 from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 
 OLDEST_PYTHON = (3, 11)
-TORCH_RANGE = ((2, 10), (2, 15))
-TRITON_RANGE = ((3, 6), (3, 9))
+TESTED = {"torch": ((2, 10), (2, 15)), "triton": ((3, 6), (3, 9))}  # from the first to below the second
 # torch's CUDA: what pyproject's extra for it asks of the packages beside torch and Triton
 PINS = {
     cuda: {
@@ -151,7 +150,7 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
     elif facts.child_error:
         what = f"the process that tries the imports ends before the first: {facts.child_error}"
         yield Problem(what, f"See what it says: {sys.executable} -P {Path(__file__).with_name('machine.py')} --child.")
-    for name, wanted in (("numpy", "numpy"), ("torch", "torch>=2.10,<2.15"), ("triton", "triton>=3.6,<3.9")):
+    for name, wanted in (("numpy", "numpy"), *((name, _tested(name)) for name in TESTED)):
         reason = facts.broken.get(name, "unknown")
         if name in facts.loaded or reason.startswith(NOT_TRIED):
             continue
@@ -173,12 +172,17 @@ def _import_problems(facts: Facts) -> Iterable[Problem]:
             yield Problem(what, f"Install the packages for NVSHMEM: {_extra(facts)}.")
 
 
+def _tested(name: str) -> str:
+    """What pip is asked for."""
+    low, high = (".".join(map(str, release)) for release in TESTED[name])
+    return f"{name}>={low},<{high}"
+
+
 def _version_problems(facts: Facts) -> Iterable[Problem]:
-    for name, (low, high) in (("torch", TORCH_RANGE), ("triton", TRITON_RANGE)):
+    for name, (low, high) in TESTED.items():
         version = facts.loaded.get(name)
         if version and not low <= _release(version) < high:
-            wanted = f"{name}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
-            yield Problem(f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{wanted}'.")
+            yield Problem(f"{name} {version} is outside the tested range", f"Install a tested one: pip install '{_tested(name)}'.")
     build = _major(facts.torch_cuda)
     for name, pin in PINS.get(build, {}).items() if build and facts.gpus else ():
         version, (least, bound) = facts.installed.get(name), map(_release, pin.split(","))
