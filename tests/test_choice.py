@@ -311,7 +311,7 @@ def test_one_rank_multiplies_by_torch():
 
 #: (op, M, N, K) of what each of two nodes of two H200s multiplies, and whether the host would take longer for it than the GPU.
 HOSTS = (
-    ("gemm_rs", 4096, 7936, 9728, True),
+    ("gemm_rs", 2304, 12288, 9728, True),
     ("ag_gemm", 4096, 20480, 4096, True),
     ("ag_gemm", 4096, 8192, 8192, True),
     ("ag_gemm", 8192, 16384, 4096, False),
@@ -341,10 +341,27 @@ def test_every_transport_has_a_model():
     assert set(cost.MODELS) == {(op, name) for op, names in choice.TRANSPORTS.items() for name in names}
 
 
-def test_chunks_are_cut_as_was_measured():
-    """µs with 1, 2 and 4 parts: 572, 514, 527; 420, 411, 422; the last level, at 1522, 1515, 1514, where copies are short."""
-    for shape, subs in (((8192, 8192, 8192), 2), ((8192, 4096, 14336), 2), ((8192, 8192, 28672), 1)):
-        assert choice.usual(on_h200("gemm_rs", *shape), "copy_engine").subs == subs
+@pytest.mark.parametrize(
+    ("ranks", "shape", "subs"),
+    # of what took µs with 1, 2 and 4 parts; on four GPUs docs/measured/2026-11-22-gemm_rs-parts-R4.md, on two 2026-11-30-parts.md
+    [
+        (4, (8192, 8192, 8192), 2),  # 572, 514, 527
+        (4, (8192, 4096, 14336), 2),  # 420, 411, 422
+        (4, (8192, 8192, 28672), 1),  # 1522, 1515, 1514: level, and tiles of whole chunks share more
+        (4, (1024, 8192, 28672), 1),  # 226, 230, 387
+        (2, (8192, 16384, 16384), 2),  # 3726, 3421, 3417
+        (2, (4096, 16384, 16384), 2),  # 1798, 1710, 1691
+        (2, (16384, 4096, 14336), 2),  # 1602, 1491, 1496
+        (2, (16384, 8192, 28672), 2),  # 6305, 5859, 5934
+        (2, (2048, 5120, 13824), 4),  # in half tiles 271, 250, 244
+    ],
+)
+def test_chunks_are_cut_as_was_measured(ranks, shape, subs):
+    assert choice.usual(on_h200("gemm_rs", *shape, ranks=ranks), "copy_engine").subs == subs
+
+
+def test_a_chunk_that_nobody_sends_is_not_cut():
+    assert choice.usual(on_h200("gemm_rs", 8192, 8192, 8192, ranks=1), "copy_engine").subs == 1
 
 
 def test_shortlist_begins_with_what_is_usual():

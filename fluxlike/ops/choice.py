@@ -41,8 +41,6 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
 TORCH = (sequential.NAME, DECOMPOSED)
 #: Parts of a chunk; a power of two not above `tiling.MAX_SUBS`, so that slots sized for whole tiles hold every cut.
 SUBS = (1, 2, 4)
-#: How much faster another cut must be expected to be than that of the rule, which was measured on 4 GPUs only.
-FASTER = 1.1
 #: Heights of a group of tiles.
 GROUPS = (4, 8, 16)
 #: ag_gemm in_kernel. Eight fill an idle wire of an H200 (316 GB/s), but not beside a GEMM; more than 16 cost the product more
@@ -198,10 +196,17 @@ def fits_columns(tile: Tiling, columns: int) -> bool:
 
 
 def usual(problem: Problem, transport: str) -> Choice:
-    """What a call gets by rule, without a table. Rules, where they rest on measurements that `cost` does not reproduce."""
+    """What a call gets without a table: the tile whose launch is planned to be the shortest, the cut of which `cost` expects most.
+
+    What cuts gain and cost in µs, with 1, 2 and 4 parts: on two H200s 8192×16384×16384 3726, 3421, 3417, 16384×4096×14336 1602,
+    1491, 1496 (docs/measured/2026-11-30-parts.md); on four 8192×8192×8192 572, 514, 527, 8192×8192×28672 1522, 1515, 1514
+    (docs/measured/2026-11-22-gemm_rs-parts-R4.md).
+    """
     pushers = PUSHERS[0] if problem.op == "ag_gemm" and transport == "in_kernel" else 0
     made = Choice(transport, _tile(problem, transport, pushers, problem.columns), pushers=pushers)
-    return _cut(problem, made) if problem.op == "gemm_rs" and transport == "copy_engine" else made
+    if problem.op != "gemm_rs" or transport != "copy_engine":
+        return made
+    return min((replace(made, subs=subs) for subs in SUBS), key=lambda cut: predict(problem, cut))
 
 
 def _tile(problem: Problem, transport: str, pushers: int, columns: int) -> Tiling:
@@ -210,27 +215,6 @@ def _tile(problem: Problem, transport: str, pushers: int, columns: int) -> Tilin
     if len(options) == 1 or transport in TORCH:
         return options[0]
     return min(options, key=lambda tile: waves.steps(problem, tile, transport, pushers, columns) * tile.bn / tiling.rate(tile))
-
-
-def _cut(problem: Problem, whole: Choice) -> Choice:
-    """The choice with `_subs` sub-chunks, or with as many as are expected to be `FASTER` than those."""
-    ruled = replace(whole, subs=_subs(problem))
-    best = min((replace(whole, subs=subs) for subs in SUBS), key=lambda option: predict(problem, option))
-    return best if predict(problem, best) * FASTER < predict(problem, ruled) else ruled
-
-
-def _subs(problem: Problem) -> int:
-    """Sub-chunks of a chunk: two where the copies take long beside the product, so that they start sooner and end sooner.
-
-    One is better otherwise: each copy costs some microseconds, and tiles in order of sub-chunks share less in the L2 cache.
-    4×H200, µs with 1, 2, 4: 8192×8192×8192 572, 514, 527; 8192×4096×14336 420, 411, 422
-    (docs/measured/2026-11-22-gemm_rs-parts-R4.md).
-    """
-    if problem.k == 0 or problem.ranks == 1:
-        return 1
-    nbytes = problem.rows * problem.n * problem.dtype.itemsize
-    share = (nbytes * (problem.ranks - 1) / cost.COPY_RATE) / (2 * problem.rows * problem.n * problem.k / cost.GEMM_RATE)
-    return 2 if share > 0.4 and nbytes >= 16 << 20 else 1
 
 
 def predict(problem: Problem, choice: Choice) -> float:
