@@ -87,9 +87,10 @@ GATHER_PEER = 4e-6
 GATHERING = 1.03
 #: Of the product of chunks that are halved, for each time: 8192×8192×28672 1488, 1532, 1561 µs with 1, 2 and 4 parts, measured.
 CUT = 0.025
-#: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted.
+#: Waves after which stores to the peers are hidden, and the part of them that costs time even then; fitted, the latter to long
+#: products on two H200s (docs/measured/2026-11-30-parts.md).
 DRIFT = 5.0
-BESIDE = 0.12
+BESIDE = 0.3
 #: What torch's product takes longer for each rank beyond two where they meet in every call, and half of it for each rank where they
 #: meet right behind it; fitted.
 UNEQUAL = 0.034
