@@ -274,6 +274,7 @@ def test_times_and_graphs():
                 assert row.status == "ok" and len(row.rounds_ms) == 3 and row.ms > 0 and row.iters == 2, (mode, row)
                 assert (row.host_us is not None) == (mode == "eager")
                 assert row.path.startswith("in_kernel/") == (name in ("in_kernel", "auto"))
+                assert (row.choice or {}).get("transport", "") == row.path.partition("/")[0], row
 
 
 @pytest.mark.slow
@@ -557,7 +558,7 @@ def paths(group):
         this.cached[KIND.name, this.control.name].captured = algo == "one_shot"
     assert len(Algorithm._contexts()) == 2 and Algorithm(torch.ones(1), "bulk").last_path == "bulk"
     peers = SimpleNamespace(attempt=lambda act: act(), gather=lambda said: [said])
-    problem = SimpleNamespace(judge=lambda name, result: (0.0, 1.0))
+    problem = SimpleNamespace(judge=lambda name, result: (0.0, 1.0), chosen=lambda context: None)
     for graph, path in ((None, "another"), (object(), "mine")):
         row = SimpleNamespace(path="mine", error=0.0, allowed=1.0)
         how = dict(call=lambda: None, spoil=lambda: None, row=row, context=SimpleNamespace(last_path="another"), graph=graph)

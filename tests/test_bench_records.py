@@ -26,6 +26,7 @@ NONSENSE = {
     "shapes[0].methods": ([], None),
     "shapes[0].methods.torch": (1.0, None),
     "shapes[0].methods.torch.ms": (1.0, []),
+    "shapes[0].methods.torch.choice": (1.0, [], "copy_engine"),
     "shapes[0].methods.torch.ms.median": (0, -1, float("inf"), float("nan"), "1", None, True, 1e-300),
 }
 TOOLS = {

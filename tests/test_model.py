@@ -45,6 +45,22 @@ def test_the_model_is_within_a_tenth_of_what_was_measured(name, monkeypatch):
     assert abs(statistics.mean(one.off for one in found)) < 0.02, "off to one side"
 
 
+def test_a_record_that_says_how_calls_were_made_is_modelled_so():
+    """Else as they are made today; of what no call can be any more nothing is said."""
+    record = json.loads(RECORDS[1].read_text())
+    call, where = Call("gemm_rs", 8192, 8192, 8192), "copy_engine"
+    record["shapes"] = [shape for shape in record["shapes"] if (shape["m"], shape["k"]) == (8192, 8192)]
+    (shape,) = record["shapes"]
+    usual = choice.usual(call.problem(Cluster(), 4), where)
+
+    def expected(made):
+        shape["methods"][where]["choice"] = made and made.as_json()
+        return [one.model for one in model.compare(record, Cluster()) if one.name == where]
+
+    (today,), (four,) = expected(None), expected(replace(usual, subs=4))
+    assert expected(usual) == [today] != [four] and expected(replace(usual, subs=3)) == []
+
+
 # the simulator
 
 

@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -341,6 +342,37 @@ def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_
     assert tune.main(["from-records", str(tmp_path / "record.json"), "--out", str(tmp_path / "table.json")]) == 2
     assert "record.json were on several nodes or shared GPUs; give records of one node" in capsys.readouterr().err
     assert not (tmp_path / "table.json").exists()
+
+
+def test_a_table_has_what_was_measured_and_not_what_is_usual_since(tmp_path):
+    """Where a record says how calls were made; two that differ in it are no two of one, and what no call can be says nothing."""
+    from fluxlike.tools import tune
+
+    eager, graph, out = (tmp_path / f"{name}.json" for name in ("eager", "graph", "table"))
+    record = json.loads((ROOT / "docs" / "measured" / "2026-11-22-gemm_rs-headline-R4.json").read_text())
+    record["shapes"] = record["shapes"][:1]
+    (shape,) = record["shapes"]
+    problem = on_h200("gemm_rs", shape["m"], shape["n"], shape["k"])
+    usual = choice.usual(problem, "copy_engine")
+    other = replace(usual, subs=4, tile=replace(usual.tile, group_m=16))
+    assert other != usual
+    copies, times = shape["methods"]["copy_engine"], {"copy_engine": 1.0, "in_kernel": 2.0, "decomposed": 3.0}
+    for name, facts in shape["methods"].items():
+        facts["ms"] = {"median": times.get(name, 9.0)}
+
+    def entry(eagerly, in_graphs):
+        for path, mode, made in ((eager, "eager", eagerly), (graph, "graph", in_graphs)):
+            copies["choice"] = made
+            path.write_text(json.dumps(record | {"mode": mode}))
+        assert tune.main(["from-records", str(eager), str(graph), "--out", str(out)]) == 0
+        return [entry["choice"] for entry in json.loads(out.read_text())["entries"]]
+
+    assert entry(None, None) == entry(usual.as_json(), None) == [usual.as_json()]
+    assert entry(other.as_json(), other.as_json()) == [other.as_json()]
+    in_kernel = choice.usual(problem, "in_kernel").as_json()
+    for none in (replace(other, subs=3).as_json(), in_kernel, {}):
+        assert entry(none, none) == [], "of copy_engine nothing is known then, and without it there is no entry"
+    assert entry(other.as_json(), usual.as_json()) == []
 
 
 def test_a_method_without_a_time_in_a_record(tmp_path):

@@ -216,6 +216,7 @@ class Bench:
             return problem.judge(method.name, result)
 
         said = self.peers.gather(self.peers.attempt(judged))
+        method.row.choice = problem.chosen(method.context)
         wrong = [rank for rank, (error, allowed) in enumerate(said) if not error <= allowed]
         method.row.error, method.row.allowed = max(said, key=lambda s: math.inf if math.isnan(s[0]) else s[0] / s[1])
         if wrong:

@@ -14,7 +14,7 @@ import fluxlike
 from ..ops import sequential
 from ..ops.ag_gemm import AGGemmContext
 from ..ops.all_reduce import ALGORITHMS
-from ..ops.context import SCHEDULES
+from ..ops.context import SCHEDULES, Context
 from ..ops.gemm_rs import GemmRSContext
 from ..runtime import world
 from .bench_peers import Peers
@@ -202,6 +202,13 @@ class Problem(ABC):
                 raise ValueError(f"{method!r} is for ranks on several nodes, or of a host that FLUXLIKE_VIRTUAL_NODES=2 splits")
             context.together = self.BETWEEN_NODES[method]
         return context
+
+    def chosen(self, context: Any) -> dict[str, Any] | None:
+        """How calls of this shape are made on a context, if by a `Choice`: for records, as rules and tables change."""
+        found = context.context if isinstance(context, Kept) else context
+        if not isinstance(found, Context) or found.transport == "stream_k":
+            return None
+        return found.choose(found.problem(*self.shape)).as_json()
 
     @abstractmethod
     def ours(self, context: Any) -> torch.Tensor: ...

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..ops import choice
 from .bench_report import nodes_of, sharing_of
 
 #: Of a record's shape, what was measured or follows from its sizes.
@@ -68,9 +69,19 @@ def _check_shape(op: str, shape: dict[str, Any], where: str) -> None:
             _whole(size, f"{where}.{name}")
     for method, facts in _kind(shape["methods"], f"{where}.methods", dict).items():
         ms, name = _kind(facts, f"{where}.methods.{method}", dict)["ms"], f"{where}.methods.{method}.ms"
+        if facts.get("choice") is not None:
+            _kind(facts["choice"], f"{where}.methods.{method}.choice", dict)
         median = _kind(ms, name, dict)["median"] if ms is not None else 1.0
         if isinstance(median, bool) or not isinstance(median, (int, float)) or not LEAST_MS <= median <= MOST_MS:
             raise ValueError(f"{name}.median is {median!r}, which is no number from {LEAST_MS:g} to {MOST_MS:g}")
+
+
+def recorded(facts: dict[str, Any], usual: choice.Choice, problem: choice.Problem) -> choice.Choice:
+    """How the calls of a method were made, if the record says it, else ``usual``. ValueError: no call can be made so any more."""
+    made = usual if facts.get("choice") is None else choice.from_json(facts["choice"], problem)
+    if made.transport != usual.transport:
+        raise ValueError(f"a choice of {made.transport} under the name of {usual.transport}")
+    return made
 
 
 def _kind(value: Any, name: str, kind: type) -> Any:

@@ -55,6 +55,7 @@ class Row:
     status: str = "ok"  # "WRONG": not timed; "failed": raised
     note: str = ""
     path: str = ""  # what a context says it did
+    choice: dict[str, Any] | None = None  # `choice.Choice.as_json`, of calls that go by one
     error: float | None = None  # root mean square of the deviation, over that of the true values; worst rank
     allowed: float | None = None
     rounds_ms: list[float] = field(default_factory=list)  # empty: not timed

@@ -12,6 +12,7 @@ of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. 
 """
 
 import argparse
+import contextlib
 import importlib
 import math
 import statistics
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..kernels.tiles import cdiv
-from ..ops import validate
+from ..ops import choice, validate
 from . import command, once, topo
-from .bench_records import check, record_in, told
+from .bench_records import check, record_in, recorded, told
 from .bench_report import cell, efficiency, nodes_of
 from .model_events import OPS, SCHEDULES, Call, Cluster, Prediction, gemm_seconds, group_call, predict, torch_seconds
 
@@ -84,7 +85,10 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
         call = Call(record["op"], shape["m"], shape["n"], shape["k"])
         possible(call, here.ranks)
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
-        model["copy_engine"] = group_call(here, call, "copy_engine")[1]
+        problem, copies = call.problem(here, here.ranks), shape["methods"].get("copy_engine", {})
+        with contextlib.suppress(ValueError):  # made in a way that no call can be any more
+            made = recorded(copies, choice.usual(problem, "copy_engine"), problem)
+            model["copy_engine"] = group_call(here, call, made=made)[1]
         for name, seconds in model.items():
             if shape["methods"].get(name, {}).get("status") == "ok" and shape["methods"][name]["ms"] is not None:
                 measured = shape["methods"][name]["ms"]["median"] / 1e3

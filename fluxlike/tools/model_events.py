@@ -321,16 +321,19 @@ def rates(nvlink: float, faster: float) -> ModuleType:
     return found
 
 
-def group_call(cluster: Cluster, call: Call, schedule: str = "auto") -> tuple[str, float, float]:
+def group_call(
+    cluster: Cluster, call: Call, schedule: str = "auto", made: choice.Choice | None = None
+) -> tuple[str, float, float]:
     """A call of one group of all ranks: its transport, seconds, bytes of a rank to other nodes.
 
+    ``made``: how it is made; else as ``schedule`` says, without a table.
     Calls by copies are simulated. Other schedules store to peers from kernels or let torch multiply, and are for one node; they are
     given the time of `ops.cost`.
     """
     problem = call.problem(cluster, cluster.ranks)
     if cluster.nodes > 1:
         schedule = "copy_engine"
-    made = choice.choose(problem, schedule, {})
+    made = made or choice.choose(problem, schedule, {})
     if made.transport == "sequential" and problem.ranks > 1:
         nbytes = problem.exchanged // problem.ranks * cost.COPY_RATE / cluster.nvlink
         return made.transport, gemm_seconds(cluster, call) + exchange.seconds(int(nbytes), problem.ranks), 0.0

@@ -32,7 +32,7 @@ from . import command
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
-from .bench_records import check, record_in, told
+from .bench_records import check, record_in, recorded, told
 from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
 ROUNDS = 5
@@ -175,6 +175,8 @@ def table(trials: Sequence[Trial]) -> list[str]:
 
 # tables of what bench wrote
 
+#: ms of what was measured of a shape.
+Times = dict[choice.Choice, float]
 #: How much faster a schedule that a record does not have must be expected to be, for the record to say nothing.
 MISSED = 1.1
 
@@ -185,7 +187,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
     A shape may have two records, one of eager calls and one of graphs, which then count alike. ValueError names a record that is
     no use, and two of one shape that are of the same kind: which of them counts is not for their order to say.
     """
-    found: dict[choice.Problem, dict[str, tuple[Path, dict[str, float]]]] = {}
+    found: dict[choice.Problem, dict[str, tuple[Path, Times]]] = {}
     machines, sources, measured = set(), [], []
     for path in records:
         with told(path):
@@ -201,7 +203,8 @@ def from_records(records: Sequence[Path], out: Path) -> int:
             machines.add(machine)
             sources.append(path.name)
             measured.append({"triton": stamp["versions"]["triton"], "fluxlike": stamp["fluxlike"], "commit": stamp["commit"]})
-            times = {_problem(data, shape, machine): _times(data["op"], shape) for shape in data["shapes"]}
+            problems = [_problem(data, shape, machine) for shape in data["shapes"]]
+            times = {problem: _times(problem, shape) for problem, shape in zip(problems, data["shapes"], strict=True)}
         if elsewhere:
             where = "on several nodes or shared GPUs"
             raise ValueError(f"the ranks of {path} were {where}; give records of one node with a GPU for each")
@@ -215,7 +218,7 @@ def from_records(records: Sequence[Path], out: Path) -> int:
         raise ValueError(f"the records are of {len(machines)} kinds of machine, {sorted(map(str, machines))}; a table is of one")
     entries = [_fastest(problem, [times for _, times in modes.values()]) for problem, modes in found.items()]
     kept = [entry for entry in entries if entry is not None]
-    about = "the faster schedule of each shape, with the tiles and cuts that the rules gave it, out of what bench measured"
+    about = "the faster schedule of each shape, with the tiles and cuts that it was measured with or that the rules give it"
     if any(len(modes) > 1 for modes in found.values()):
         about += "; us: geometric mean of eager calls and graphs where both were"
     # of every record: the table is of all of them
@@ -230,30 +233,37 @@ def _problem(data: dict[str, Any], shape: dict[str, Any], machine: Machine) -> c
     return choice.Problem(data["op"], machine.capability, machine.multiprocessors, data["ranks"], dtype, *sizes, memory=memory)
 
 
-def _times(op: str, shape: dict[str, Any]) -> dict[str, float]:
-    """The median of each schedule of a shape, in ms; none of what was wrong or failed."""
-    measured = {name: shape["methods"].get(name, {}).get("ms") for name in choice.TRANSPORTS[op]}
-    return {name: ms["median"] for name, ms in measured.items() if ms}
+def _times(problem: choice.Problem, shape: dict[str, Any]) -> Times:
+    """The median of each schedule of a shape, in ms, by how its calls were made; none of what was wrong or failed.
+
+    Records up to 2026-11-30 do not say how: they are taken for what is usual today. What no call can be any more says nothing.
+    """
+    found = {}
+    for usual in choice.usuals(problem):
+        facts = shape["methods"].get(usual.transport, {})
+        if facts.get("ms"):
+            with contextlib.suppress(ValueError):
+                found[recorded(facts, usual, problem)] = facts["ms"]["median"]
+    return found
 
 
-def _fastest(problem: choice.Problem, measured: Sequence[dict[str, float]]) -> Entry | None:
-    """The schedule of the least ``measured`` time, if copy_engine and another one were timed. Of several times the geometric mean
+def _fastest(problem: choice.Problem, measured: Sequence[Times]) -> Entry | None:
+    """The way of the least ``measured`` time, if copy_engine and another schedule were timed. Of several times the geometric mean
     counts: twice as long in a graph is as much as twice as long without, where the host makes few rows take several times as long.
 
-    None where one that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
+    None where a schedule that was not timed is expected to be `MISSED` times as fast: then calls had better go by the model.
     """
-    names = [name for name in measured[0] if all(name in one for one in measured)]
-    times = {name: statistics.geometric_mean(one[name] for one in measured) for name in names}
-    if "copy_engine" not in times or len(times) < 2:
+    ways = [made for made in measured[0] if all(made in one for one in measured)]
+    times = {made: statistics.geometric_mean(one[made] for one in measured) for made in ways}
+    timed = {made.transport for made in ways}
+    if "copy_engine" not in timed or len(timed) < 2:
         return None
-    possible = choice.usuals(problem)
-    options = [option for option in possible if option.transport in times]
-    best = min((option.transport for option in options), key=lambda name: times[name])
-    missing = [choice.predict(problem, option) for option in possible if option not in options]
+    best = min(ways, key=lambda made: times[made])
+    missing = [choice.predict(problem, usual) for usual in choice.usuals(problem) if usual.transport not in timed]
     if missing and times[best] * 1e-3 > MISSED * min(missing):
         return None
-    usual = min(options, key=lambda option: choice.predict(problem, option)).transport
-    return Entry(problem, choice.usual(problem, best), round(times[best] * 1e3, 1), round(times[usual] * 1e3, 1))
+    usual = min(ways, key=lambda made: choice.predict(problem, made))
+    return Entry(problem, best, round(times[best] * 1e3, 1), round(times[usual] * 1e3, 1))
 
 
 #: Records do not say it.
