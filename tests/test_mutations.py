@@ -1,5 +1,7 @@
 """Without any one wait, signal, scope or fence of the kernels a check fails: the mutants of `mutate`, each in processes of its own.
 
+With FLUXLIKE_TEST_MUTANTS=n only some are judged, see `due`; .ci/run has n = 3, as all take a third of its time.
+
 What a mutant is put through is in `scenes`: results, time-outs and the race checker on three ranks of the CPU heap. Assembly does
 nothing there, so it is judged from what a compiler makes of it. A mutant that nothing catches must stand in `SURVIVORS`, with the
 reason why it is no fault; one that stands there and is caught fails as well.
@@ -9,7 +11,9 @@ reason why it is no fault; one that stands there and is caught fails as well.
 
 import concurrent.futures
 import fnmatch
+import os
 import re
+import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ import mutate_source
 import pytest
 from mutant_process import CALLS, KERNELS, NAMES, on_compiler, on_ranks
 from mutate import Mutant
-from ranks import Outcome, run_fresh
+from ranks import ROOT, Outcome, run_fresh
 
 #: The first of them waits for others.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -28,6 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
+#: Commits whose changes have all their mutants judged.
+RECENT = 20
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one. Of the
 #: sources as they are: rank 0 does the scenes of messages by itself, 8 s of them and more, and beside all other tests minutes.
@@ -82,6 +88,25 @@ SURVIVORS: dict[str, str] = {
 def why_not(mutant: Mutant) -> str:
     """The reason why a mutant is no fault, or ""."""
     return next((reason for pattern, reason in SURVIVORS.items() if fnmatch.fnmatchcase(mutant.name, pattern)), "")
+
+
+def due(n: int, commits: int | None = None) -> list[Mutant]:
+    """Of n mutants one, of n commits in a row each time another; and all of files that the last `RECENT` commits changed.
+
+    ``commits``: how many there are, else as git says. All mutants, where there is no git to ask.
+    """
+
+    def git(*asked: str) -> list[str]:
+        return subprocess.run(["git", *asked], cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
+
+    everyone = mutate.mutants()
+    try:
+        changed = git("log", f"-{RECENT}", "--format=", "--name-only")
+        turn = int(git("rev-list", "--count", "HEAD")[0]) if commits is None else commits
+    except (OSError, subprocess.CalledProcessError):
+        return list(everyone)
+    recent = {mutant.name for mutant in everyone if f"{mutate_source.PACKAGE.name}/{mutant.file}" in changed}
+    return [mutant for number, mutant in enumerate(everyone) if (number + turn) % n == 0 or mutant.name in recent]
 
 
 # what they say
@@ -203,7 +228,7 @@ def judged(request, tmp_path_factory) -> Iterator[dict[str, concurrent.futures.F
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("mutant", mutate.mutants(), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", due(int(os.environ.get("FLUXLIKE_TEST_MUTANTS", 1))), ids=lambda mutant: mutant.name)
 def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
     found = judged[mutant.name].result()
     if why_not(mutant):
@@ -222,6 +247,14 @@ def test_nothing_taken_away(how: str, judged) -> None:
 def test_a_file_without_mutants_has_no_signals(name: str) -> None:
     text = (mutate_source.PACKAGE / "kernels" / f"{name}.py").read_text()
     assert "@triton.jit" in text and not re.search(r"from \.|atomic_|asm|barrier|while ", text.partition('"""\n\nimport')[2])
+
+
+def test_of_n_commits_each_judges_other_mutants() -> None:
+    everyone = [mutant.name for mutant in mutate.mutants()]
+    assert [mutant.name for mutant in due(1)] == everyone
+    first, second, third = ({mutant.name for mutant in due(3, commits)} for commits in (5, 6, 7))
+    assert first | second | third == set(everyone)
+    assert first & second == second & third == first & third, "those of files that were changed lately"
 
 
 def test_survivors_are_mutants() -> None:
