@@ -34,6 +34,7 @@ OTHERS = {f"2×H200,-{name}": (f"2026-11-29-{{}}-{record}-R2.json", f"2026-11-29
 #: gemm_rs only, of the day after.
 OTHERS |= {f"2×H200,-{name}": (f"2026-11-30-{{}}-{record}-R2.json", f"2026-11-30-{{}}-{record}-R2-graph.json") for name, record in (
     ("long-products,-all-schedules", "long-schedules"),
+    ("long-products", "long"),
     ("as-the-model-cuts,-schedules", "parts"),
 )}  # fmt: skip
 #: What was run, by what the record calls it or by its name, if it is another commit: the pages say so.
@@ -61,6 +62,7 @@ CODE_OF |= {f"2026-11-29-{op}-narrow-R2{mode}.json": "d0ee90a but for what one k
 for _name in ("headline", "attention"):
     CODE_OF |= {f"2026-11-29-{op}-{_name}-R2{mode}.json": "d0ee90a" for op in OPS for mode in MODES}
 CODE_OF |= {f"2026-11-30-gemm_rs-{name}-R2{mode}.json": "35e0a99" for name in ("long-schedules", "parts") for mode in MODES}
+CODE_OF |= {f"2026-11-30-gemm_rs-long-R2{mode}.json": "f6ea4f0" for mode in MODES}
 CODE_OF |= {f"2026-11-30-{op}-triton-{of}-R2-graph.json": "35e0a99" for op in OPS for of in (36, 38)}
 HALF_TILES = {"ag_gemm-attention-half-tiles": "998b663", "ag_gemm-5120-schedules": "998b663", "ag_gemm-attention-again": "998b663"}
 HALF_TILES |= {"gemm_rs-5120-schedules": "998b663 but for how gemm_rs's kernel addresses partials"}
