@@ -123,10 +123,10 @@ GRAPHS = {
     "a whole": ((3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y]), 1, 1, ""),
     "wholes apart": (
         (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: F.linear(y, w), lambda y: y, lambda y: y.mT]),
-        1, 0, "no product takes"),
+        1, 0, "made whole several times"),
     "wholes written to": (
         (3, 4, K), lambda x, w, v, u, b, g: waited(x, 1, g, [lambda y: y.view(-1, K).mul_(2), lambda y: F.linear(y, w) + 0]),
-        1, 0, "no product takes"),
+        1, 0, "made whole several times"),
     "waits of a scatter": ((4, K), lambda x, w, v, u, b, g: waited_scatter(x, w, g), 1, 1, ""),
     "cast": ((4, K), lambda x, w, v, u, b, g: gathered(x.double(), 0, g).float() @ w.T, 1, 1, ""),
     "cast to more": ((4, K), lambda x, w, v, u, b, g: gathered(x.half(), 0, g).float() @ w.T, 1, 1, ""),

@@ -57,6 +57,8 @@ from .patterns import (
 OTHERWISE = "is scaled, or has a bias that is not one number for each column"
 #: Torch's einsum of a weight is a bmm, of which neither this nor torch's own pass takes any.
 NO_PRODUCT = "no product takes what is gathered, of those that nn.Linear and matmul of a weight with two dimensions make"
+#: What `wait_once` leaves apart.
+SEVERAL = "what it gathers is made whole several times, and the program gets more than one of these, or one is written to"
 
 
 class Rewrite:
@@ -356,6 +358,8 @@ def _gathered(gather: Node, ranks: int) -> tuple[list[Node], int]:
         (cat,) = wholes
         parts, dim = arguments(cat)
         return [gather, wait, *splits, *parts, cat], dim % value(cat).dim()
+    if len(wholes) > 1 and not _products(wait)[1]:
+        raise Left(SEVERAL)
     return [gather, wait], 0
 
 
