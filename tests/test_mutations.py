@@ -32,8 +32,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
-#: Commits whose changes have all their mutants judged.
+#: Commits whose changes have all their mutants judged; and what all mutants are judged by or lean on.
 RECENT = 20
+JUDGES = (
+    "tests/scenes.py", "tests/mut*.py", "fluxlike/tools/lint/*.py", "fluxlike/kernels/sync.py", "fluxlike/kernels/lang.py",
+    *(f"fluxlike/runtime/{name}.py" for name in ("race*", "interpreter*", "programs", "operands", "rewriting")),
+)  # fmt: skip
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one. Of the
 #: sources as they are: rank 0 does the scenes of messages by itself, 8 s of them and more, and beside all other tests minutes.
@@ -93,7 +97,7 @@ def why_not(mutant: Mutant) -> str:
 def due(n: int, commits: int | None = None) -> list[Mutant]:
     """Of n mutants one, of n commits in a row each time another; and all of files that the last `RECENT` commits changed.
 
-    ``commits``: how many there are, else as git says. All mutants, where there is no git to ask.
+    All mutants, where those changed one of `JUDGES`, or there is no git to ask. ``commits``: how many there are, else as git says.
     """
 
     def git(*asked: str) -> list[str]:
@@ -104,6 +108,8 @@ def due(n: int, commits: int | None = None) -> list[Mutant]:
         changed = git("log", f"-{RECENT}", "--format=", "--name-only")
         turn = int(git("rev-list", "--count", "HEAD")[0]) if commits is None else commits
     except (OSError, subprocess.CalledProcessError):
+        return list(everyone)
+    if any(fnmatch.filter(changed, pattern) for pattern in JUDGES):
         return list(everyone)
     recent = {mutant.name for mutant in everyone if f"{mutate_source.PACKAGE.name}/{mutant.file}" in changed}
     return [mutant for number, mutant in enumerate(everyone) if (number + turn) % n == 0 or mutant.name in recent]
@@ -255,6 +261,7 @@ def test_of_n_commits_each_judges_other_mutants() -> None:
     first, second, third = ({mutant.name for mutant in due(3, commits)} for commits in (5, 6, 7))
     assert first | second | third == set(everyone)
     assert first & second == second & third == first & third, "those of files that were changed lately"
+    assert all(list(ROOT.glob(pattern)) for pattern in JUDGES)
 
 
 def test_survivors_are_mutants() -> None:

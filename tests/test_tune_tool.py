@@ -344,7 +344,7 @@ def test_a_record_of_several_nodes_or_of_shared_gpus_makes_no_table(change, tmp_
     assert not (tmp_path / "table.json").exists()
 
 
-def test_a_table_has_what_was_measured_and_not_what_is_usual_since(tmp_path):
+def test_a_table_has_what_was_measured_and_not_what_is_usual_since(tmp_path, capsys):
     """Where a record says how calls were made; two that differ in it are no two of one, and what no call can be says nothing."""
     from fluxlike.tools import tune
 
@@ -368,10 +368,12 @@ def test_a_table_has_what_was_measured_and_not_what_is_usual_since(tmp_path):
         return [entry["choice"] for entry in json.loads(out.read_text())["entries"]]
 
     assert entry(None, None) == entry(usual.as_json(), None) == [usual.as_json()]
-    assert entry(other.as_json(), other.as_json()) == [other.as_json()]
+    assert entry(other.as_json(), other.as_json()) == [other.as_json()] and not capsys.readouterr().err
     in_kernel = choice.usual(problem, "in_kernel").as_json()
     for none in (replace(other, subs=3).as_json(), in_kernel, {}):
         assert entry(none, none) == [], "of copy_engine nothing is known then, and without it there is no entry"
+        said = f"gemm_rs {shape['m']}x{shape['n']}x{shape['k']} by copy_engine is left out, as the choice in the record is none of"
+        assert capsys.readouterr().err.count(said) == 2
     assert entry(other.as_json(), usual.as_json()) == []
 
 

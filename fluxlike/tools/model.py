@@ -12,7 +12,6 @@ of four H200s on NVLink (`ops.cost`); nothing about networks has been measured. 
 """
 
 import argparse
-import contextlib
 import importlib
 import math
 import statistics
@@ -86,8 +85,8 @@ def compare(record: dict[str, Any], cluster: Cluster) -> Iterator[Compared]:
         possible(call, here.ranks)
         model = {"gemm": gemm_seconds(here, call), "torch": torch_seconds(here, call)}
         problem, copies = call.problem(here, here.ranks), shape["methods"].get("copy_engine", {})
-        with contextlib.suppress(ValueError):  # made in a way that no call can be any more
-            made = recorded(copies, choice.usual(problem, "copy_engine"), problem)
+        made = recorded(copies, choice.usual(problem, "copy_engine"), problem)
+        if made is not None:
             model["copy_engine"] = group_call(here, call, made=made)[1]
         for name, seconds in model.items():
             if shape["methods"].get(name, {}).get("status") == "ok" and shape["methods"][name]["ms"] is not None:

@@ -242,8 +242,9 @@ def _times(problem: choice.Problem, shape: dict[str, Any]) -> Times:
     for usual in choice.usuals(problem):
         facts = shape["methods"].get(usual.transport, {})
         if facts.get("ms"):
-            with contextlib.suppress(ValueError):
-                found[recorded(facts, usual, problem)] = facts["ms"]["median"]
+            made = recorded(facts, usual, problem)
+            if made is not None:
+                found[made] = facts["ms"]["median"]
     return found
 
 
