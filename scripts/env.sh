@@ -53,7 +53,7 @@ import importlib.metadata, importlib.util, re, sys
 def release(name):
     return tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version(name))[:2])
 
-good = (2, 10) <= release("torch") < (2, 15) and (3, 6) <= release("triton") < (3, 9)
+good = (2, 10) <= release("torch") < (2, 15) and (3, 6) <= release("triton") < (3, 10)
 sys.exit(not (good and all(importlib.util.find_spec(name) for name in sys.argv[1:])))
 PY
 }

@@ -146,7 +146,7 @@ def test_old_python():
     ("change", "said"),
     [
         (lambda f: f.loaded.update(torch="2.9.1"), "torch 2.9.1 is outside the tested range"),
-        (lambda f: f.loaded.update(triton="3.9.0"), "triton 3.9.0 is outside the tested range"),
+        (lambda f: f.loaded.update(triton="3.10.0"), "triton 3.10.0 is outside the tested range"),
         (lambda f: f.loaded.update(torch="2.12.0"), "torch 2.13.0 is installed, but the import finds 2.12.0"),
         (lambda f: f.installed.update({"nvshmem4py-cu12": "0.3.1"}), "both installed"),
         (lambda f: setattr(f, "torch_cuda", "12.8"), "nvshmem4py-cu13 does not fit torch"),

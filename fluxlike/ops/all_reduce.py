@@ -337,6 +337,7 @@ def _plan(
     constants |= dict(B=WORDS, S=1 << (ctx.size - 1).bit_length(), WIDTH=4 // x.element_size())
     sizes = (len(pairs), x.numel(), row, ctx.words, ctx.offsets["slots"], ctx.rank)
     args = (x, y, ctx.ctl if words is None else words, ctx.epochs, ctx.ctl, *sizes)
+    constants |= dict(maxnreg=OF_WORDS.registers)
     programs = ctx.programs(row, OF_WORDS.over)
     return _Plan(ctx.prepare(all_reduce_one_shot_kernel, programs, args, constants, OF_WORDS, (0, 1)), table)
 

@@ -126,9 +126,9 @@ def may_share(capability: tuple[int, int], dtype: torch.dtype) -> bool:
 def sharing(op: str, transport: str, tile: Tiling) -> float:
     """Seconds that sharing the last wave costs. Of smaller tiles the parts are smaller, too.
 
-    gemm_rs beside copies has no registers for it where four warps have a tile: without end.
+    gemm_rs has no registers for it where four warps have a tile: without end.
     """
-    if op == "gemm_rs" and transport == "copy_engine" and tile == replace(HALF, group_m=tile.group_m):
+    if op == "gemm_rs" and tile == replace(HALF, group_m=tile.group_m):
         return float("inf")
     return SHARING[op, transport] * (tile.bm * tile.bn / (128 * 256)) ** 0.5
 

@@ -73,6 +73,11 @@ class Compiled(NamedTuple):
     #: Programs on a multiprocessor.
     over: int = OVER
 
+    @property
+    def registers(self) -> int:
+        """``maxnreg``: ptxas would spill some to make room for more programs than a launch has."""
+        return tiling.registers(self.warps, self.over)
+
 
 OF_WORDS, OF_BULK = Compiled(warps=4, over=4), Compiled(warps=8)
 
@@ -157,9 +162,8 @@ class ExchangeContext(EpochContext):
             kernel = exchange.exchange_words_kernel
             args += (self.epochs, self.ctl, *sizes, self.words, self.offsets["slots"], self.rank)
             constants |= dict(B=WORDS, WIDTH=4 // x.element_size())
-            if kind.rooted:
-                constants |= dict(maxnreg=tiling.registers(OF_WORDS.warps, OF_WORDS.over))
         compiled = OF_BULK if algo == "bulk" else OF_WORDS
+        constants |= dict(maxnreg=compiled.registers)
         programs = self.programs(parts.blocks, compiled.over)
         return self.prepare(kernel, programs, args, constants, compiled, (0, 1))
 
@@ -168,7 +172,7 @@ class ExchangeContext(EpochContext):
         args = (x, y, self.ctl, parts.n, parts.chunk, parts.blocks, root, room, self.offsets["slots"], self.rank)
         constants = dict(R=self.size, S=1 << (self.size - 1).bit_length(), REDUCE=self.kind.scatter, OP=OPS[op])
         constants |= dict(WIDTH=4 // x.element_size(), B=WORDS, VEC=vector)
-        constants |= dict(maxnreg=tiling.registers(OF_WORDS.warps, OF_WORDS.over))
+        constants |= dict(maxnreg=OF_WORDS.registers)
         programs = self.programs(parts.blocks, OF_WORDS.over)
         return self.prepare(relay.relay_words_kernel, programs, args, constants, OF_WORDS, (0, 1))
 

@@ -28,10 +28,9 @@ from .sparse_index import HEAD, ROW, room
 
 #: Elements of a tile, columns of one at most, slots of a chunk and union rows of a unit at least.
 TILE, COLUMNS, CHUNK, UNIT = 4096, 2048, 16, 64
-#: Entries that a slot may have without being hot. Of sums of hot slots: columns of a program, slots that it looks at together,
-#: programs a multiprocessor.
-HOT, SUM_COLUMNS, SUM_SLOTS, SUM_PROGRAMS = kernels.HOT.value, 128, 256, 8
-OF_SUMS = Compiled(warps=2)
+#: Entries that a slot may have without being hot. Of sums of hot slots: columns of a program, slots that it looks at together.
+HOT, SUM_COLUMNS, SUM_SLOTS = kernels.HOT.value, 128, 256
+OF_SUMS = Compiled(warps=2, over=8)
 #: Of the programs of a launch, the parts that push and that reduce; the others drain.
 PUSHERS, REDUCERS = 3 / 8, 1 / 4
 #: Rows of staging are of a multiple of so many elements, but where they are narrow.
@@ -238,8 +237,8 @@ class SparseAllReduceContext(EpochContext):
 
     def _prepared_sums(self, tensors: Sequence[torch.Tensor]) -> Any:
         parts = cdiv(self.width, SUM_COLUMNS)
-        groups = max(1, SUM_PROGRAMS * self.world.executor.programs // parts)
-        constants = dict(D=self.width, BC=SUM_COLUMNS, BS=SUM_SLOTS)
+        groups = max(1, OF_SUMS.over * self.world.executor.programs // parts)
+        constants = dict(D=self.width, BC=SUM_COLUMNS, BS=SUM_SLOTS, maxnreg=OF_SUMS.registers)
         return self.prepare(kernels.sparse_sums_kernel, parts * groups, tensors, constants, OF_SUMS, tuple(range(len(tensors))))
 
     def _prepared(self, tensors: Sequence[torch.Tensor], rows: int, capacity: int, op: str, owned: bool) -> Any:
@@ -249,7 +248,7 @@ class SparseAllReduceContext(EpochContext):
         shapes = self.shapes
         constants: dict[str, Any] = dict(R=self.size, S=1 << (self.size - 1).bit_length(), D=self.width, PITCH=shapes.pitch)
         constants |= dict(K=shapes.chunk, U=shapes.unit, BR=shapes.rows, BC=shapes.columns, CHUNKS=self.chunks)
-        constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST)
+        constants |= dict(OWNED=owned, OP=OPS[op], MOST=MOST, maxnreg=OF_BULK.registers)
         args = (*tensors, self.staging, self.flags, self.epochs, self.ctl, rows, room(capacity), self.rank, pushers, reducers)
         return self.prepare(kernels.sparse_all_reduce_kernel, programs, args, constants, OF_BULK, tuple(range(len(tensors))))
 

@@ -67,7 +67,7 @@ class TreeContext(EpochContext):
     ) -> Prepared:  # fmt: skip
         """A launch over one tree, or over ``several``; it takes tensors in place of x and y, and of a list a table."""
         constants = dict(R=self.size, C=self.most, OP=OPS[op], B=BULK // x.element_size(), MANY=table is not None)
-        constants |= dict(VEC=vector, MOST=MOST)
+        constants |= dict(VEC=vector, MOST=MOST, maxnreg=OF_BULK.registers)
         args: tuple[Any, ...] = (x, y, self.ctl if table is None else table, self.steps[several], self.partials)
         args += (self.results.view(x.dtype), self.flags, self.epochs, self.ctl)
         args += (len(self.plans[several]), tensors, x.numel(), blocks, self.blocks, self.rank)

@@ -343,7 +343,7 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
     global _world
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(
-            "fluxlike needs Triton 3.6 to 3.8, which this Python does not have; run: pip install 'triton>=3.6,<3.9', or look at "
+            "fluxlike needs Triton 3.6 to 3.9, which this Python does not have; run: pip install 'triton>=3.6,<3.10', or look at "
             "`python -m fluxlike doctor`"
         )
     if _world is not None:

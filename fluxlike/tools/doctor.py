@@ -20,7 +20,7 @@ from . import once
 from .machine import LIBRARIES, NOT_TRIED, PACKAGES, Facts, Port, collect
 
 OLDEST_PYTHON = (3, 11)
-TESTED = {"torch": ((2, 10), (2, 15)), "triton": ((3, 6), (3, 9))}  # from the first to below the second
+TESTED = {"torch": ((2, 10), (2, 15)), "triton": ((3, 6), (3, 10))}  # from the first to below the second
 # torch's CUDA: what pyproject's extra for it asks of the packages beside torch and Triton
 PINS = {
     cuda: {

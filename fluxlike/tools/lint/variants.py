@@ -22,9 +22,9 @@ from .rules import Finding, Spec, lint_built
 CAPABILITIES = (80, 90, 100)
 RANKS = 4
 
-#: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead.
-#: So it does for whole blocks of bulk, which are 32 bytes a thread, and 64 in fp32 as they are summed, and for words on sm_80.
-#: Where the last wave is shared, a number or two that only this needs wait in local memory while the products run.
+#: Spills that are allowed where the products are plain multiply-adds: ptxas keeps one program more on a multiprocessor instead;
+#: for words, of which a thread has several ranks' at once, with four programs on a multiprocessor. Where the last wave is shared, a
+#: number or two that only this needs wait in local memory while the products run.
 FEW = 12
 PITCHES = ("stride_x", "stride_w", "ld", "set_elements", "room", "N", "K")
 
@@ -317,10 +317,9 @@ def spec_of(launch: Launch, capability: int) -> Spec:
         of_blocks = {
             "exchange_words_kernel": replace(spec, local=FEW),
             "relay_words_kernel": replace(spec, local=FEW),
-            "exchange_bulk_kernel": replace(spec, vectors=True, local=2 * FEW),
-            "all_reduce_trees_kernel": replace(spec, vectors=True, local=2 * FEW),
-            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW, local=2 * FEW),
-            "sparse_sums_kernel": replace(spec, local=2 * FEW),
+            "exchange_bulk_kernel": replace(spec, vectors=True),
+            "all_reduce_trees_kernel": replace(spec, vectors=True),
+            "sparse_all_reduce_kernel": replace(spec, vectors=given.get("D", 0) > NARROW),
         }
         return of_blocks.get(launch.name, spec)
     rows, columns, depth = given["BM"], given["BN"], given["BK"]
