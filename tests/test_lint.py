@@ -471,16 +471,18 @@ def _compile_ahead(request: pytest.FixtureRequest) -> None:
 RS, AG = Case("gemm_rs", "in_kernel"), Case("ag_gemm", "in_kernel")
 RS_COPY, AG_COPY = Case("gemm_rs", "copy_engine"), Case("ag_gemm", "copy_engine")
 DRAINED = r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async; bar\.sync 0;"
+#: 3.9 waits for stores and has a barrier in front of an atomic by itself: that the source's are gone is all there is to find.
+RELEASE = "release" if VERSION < (3, 9) else "dropped"
 MUTANTS = [
-    (RS_COPY, DRAINED, "cp.async.bulk.wait_group.read 0; fence.proxy.async; bar.sync 0;", "release"),
-    (RS_COPY, DRAINED, "cp.async.bulk.wait_group 0; fence.proxy.async;", "release"),
+    (RS_COPY, DRAINED, "cp.async.bulk.wait_group.read 0; fence.proxy.async; bar.sync 0;", RELEASE),
+    (RS_COPY, DRAINED, "cp.async.bulk.wait_group 0; fence.proxy.async;", "release" if VERSION < (3, 9) else ""),
     (RS_COPY, r"acquire", "relaxed", "dropped"),
     (RS_COPY, r"(global\.sys)\.release\.add", r"\1.relaxed.add", "dropped"),
-    (RS, r"bar\.sync 0; mov", "mov", "release"),
+    (RS, r"bar\.sync 0; mov", "mov", RELEASE),
     (RS, r"(global\.sys)\.release", r"\1.relaxed", "dropped"),
     (RS, r"(global)\.sys\.release", r"\1.gpu.release", "signal"),
     (RS, r"mov\.u64 (\S+), %globaltimer", r"mov.u64 \1, 0", "bounded"),
-    (AG, r"bar\.sync 0; mov", "mov", "release"),
+    (AG, r"bar\.sync 0; mov", "mov", RELEASE),
     (AG, r"fence\.proxy\.async; mov", "mov", "acquire"),
     (AG, r"ld\.global\.sys\.acquire", "ld.volatile.global", "dropped"),
     (AG_COPY, r"fence\.proxy\.async; mov", "mov", "acquire"),
@@ -500,7 +502,8 @@ def test_mutants_of_the_machine_code(number: int) -> None:
     built = compiled.built(case, 90)
     text, count = re.subn(what, by, built.ptx)
     assert count > 0, "nothing was taken away"
-    assert rule in {finding.rule for finding in compiled.judge(built, ptx=text)}
+    found = {finding.rule for finding in compiled.judge(built, ptx=text)}
+    assert rule in found if rule else not found
 
 
 def test_counts_are_of_the_protocol() -> None:
