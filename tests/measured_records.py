@@ -66,7 +66,8 @@ CODE_OF |= {f"2026-11-30-gemm_rs-long-R2{mode}.json": "f6ea4f0" for mode in MODE
 CODE_OF |= {f"2026-11-30-{op}-triton-{of}-R2-graph.json": "35e0a99" for op in OPS for of in (36, 38)}
 for _when, _commit in (("before", "3ffddb7"), ("after", "70e1e27 but for the versions that it admits")):
     CODE_OF |= {f"2026-11-30-all_reduce-registers-{_when}-{turn}-R2-graph.json": _commit for turn in (1, 2)}
-    CODE_OF |= {f"2026-11-30-sparse_all_reduce-registers-{_when}-{turn}-R2.json": _commit for turn in (1, 2)}
+    _sparse = (f"2026-11-30-sparse_all_reduce-registers-{few}{_when}-{turn}-R2.json" for few in ("", "few-") for turn in (1, 2))
+    CODE_OF |= dict.fromkeys(_sparse, _commit)
 HALF_TILES = {"ag_gemm-attention-half-tiles": "998b663", "ag_gemm-5120-schedules": "998b663", "ag_gemm-attention-again": "998b663"}
 HALF_TILES |= {"gemm_rs-5120-schedules": "998b663 but for how gemm_rs's kernel addresses partials"}
 HALF_TILES |= {f"{op}-5120": "998b663" for op in OPS}
