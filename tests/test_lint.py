@@ -472,17 +472,17 @@ RS, AG = Case("gemm_rs", "in_kernel"), Case("ag_gemm", "in_kernel")
 RS_COPY, AG_COPY = Case("gemm_rs", "copy_engine"), Case("ag_gemm", "copy_engine")
 DRAINED = r"cp\.async\.bulk\.wait_group 0; fence\.proxy\.async; bar\.sync 0;"
 #: 3.9 waits for stores and has a barrier in front of an atomic by itself: that the source's are gone is all there is to find.
-RELEASE = "release" if VERSION < (3, 9) else "dropped"
+UNORDERED = "release" if VERSION < (3, 9) else "dropped"
 MUTANTS = [
-    (RS_COPY, DRAINED, "cp.async.bulk.wait_group.read 0; fence.proxy.async; bar.sync 0;", RELEASE),
+    (RS_COPY, DRAINED, "cp.async.bulk.wait_group.read 0; fence.proxy.async; bar.sync 0;", UNORDERED),
     (RS_COPY, DRAINED, "cp.async.bulk.wait_group 0; fence.proxy.async;", "release" if VERSION < (3, 9) else ""),
     (RS_COPY, r"acquire", "relaxed", "dropped"),
     (RS_COPY, r"(global\.sys)\.release\.add", r"\1.relaxed.add", "dropped"),
-    (RS, r"bar\.sync 0; mov", "mov", RELEASE),
+    (RS, r"bar\.sync 0; mov", "mov", UNORDERED),
     (RS, r"(global\.sys)\.release", r"\1.relaxed", "dropped"),
     (RS, r"(global)\.sys\.release", r"\1.gpu.release", "signal"),
     (RS, r"mov\.u64 (\S+), %globaltimer", r"mov.u64 \1, 0", "bounded"),
-    (AG, r"bar\.sync 0; mov", "mov", RELEASE),
+    (AG, r"bar\.sync 0; mov", "mov", UNORDERED),
     (AG, r"fence\.proxy\.async; mov", "mov", "acquire"),
     (AG, r"ld\.global\.sys\.acquire", "ld.volatile.global", "dropped"),
     (AG_COPY, r"fence\.proxy\.async; mov", "mov", "acquire"),
