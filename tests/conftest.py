@@ -10,6 +10,7 @@ from pathlib import Path
 import cover
 import pytest
 import ranks
+import slow
 import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
@@ -18,7 +19,7 @@ WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs",
 WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_faults")
 WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
 WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")
-WITHOUT_TORCHRUN += ("security", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks", "tune_tool", "turns")
+WITHOUT_TORCHRUN += ("security", "slow", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks", "tune_tool", "turns")
 WITHOUT_TORCHRUN += ("waits",)
 
 try:
@@ -117,6 +118,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.stem.startswith("test_faults"):
             item.add_marker("alone")
+    kept = slow.without_others(items)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
     if shard := config.getoption("--shard"):
         first, step = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])

@@ -36,7 +36,7 @@ def judged_of_few(group, wrong):
     return found
 
 
-@pytest.mark.parametrize("wrong", (False, True))
+@pytest.mark.parametrize("wrong", (pytest.param(False, marks=pytest.mark.slow), True))
 def test_few_values(wrong):
     for outcome in ranks.run_fresh(judged_of_few, 2, timeout=120, wrong=wrong):
         assert outcome.ok, outcome

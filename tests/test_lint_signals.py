@@ -202,7 +202,9 @@ def living(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGHUP, signal.SIGKILL))
+@pytest.mark.parametrize(
+    "number", (signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGHUP, signal.SIGKILL)))
+)
 def test_nothing_outlives_a_lint_that_a_signal_ends(number, tmp_path):
     """Neither its processes, though they compile, nor its temporary files, which only a killed one leaves."""
     killed = number == signal.SIGKILL

@@ -1,7 +1,5 @@
 """Without any one wait, signal, scope or fence of the kernels a check fails: the mutants of `mutate`, each in processes of its own.
 
-With FLUXLIKE_TEST_MUTANTS=n only some are judged, see `due`; .ci/run has n = 3, as all take a third of its time.
-
 What a mutant is put through is in `scenes`: results, time-outs and the race checker on three ranks of the CPU heap. Assembly does
 nothing there, so it is judged from what a compiler makes of it. A mutant that nothing catches must stand in `SURVIVORS`, with the
 reason why it is no fault; one that stands there and is caught fails as well.
@@ -11,9 +9,7 @@ reason why it is no fault; one that stands there and is caught fails as well.
 
 import concurrent.futures
 import fnmatch
-import os
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +18,23 @@ import mutate
 import mutate_reach
 import mutate_source
 import pytest
+import slow
 from mutant_process import CALLS, KERNELS, NAMES, on_compiler, on_ranks
 from mutate import Mutant
 from ranks import ROOT, Outcome, run_fresh
 
 #: The first of them waits for others.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 RANKS = 3
 #: Mutants at a time, of three ranks each, which wait for each other most of the time; other tests run beside them.
 WORKERS = 3
-#: Commits whose changes have all their mutants judged; and what all mutants are judged by or lean on.
-RECENT = 20
-JUDGES = (
-    "tests/scenes.py", "tests/mut*.py", "fluxlike/tools/lint/*.py", "fluxlike/kernels/sync.py", "fluxlike/kernels/lang.py",
+#: What mutants are judged by or lean on: on the heap, by the lint.
+ON_RANKS = (
+    "tests/scenes.py", "tests/mut*.py", "fluxlike/kernels/sync.py", "fluxlike/kernels/lang.py",
     *(f"fluxlike/runtime/{name}.py" for name in ("race*", "interpreter*", "programs", "operands", "rewriting")),
 )  # fmt: skip
+ON_COMPILER = ("tests/mut*.py", "fluxlike/tools/lint/*.py", "fluxlike/kernels/sync.py", "fluxlike/kernels/lang.py")
 #: Seconds that a wait may last: of what will be caught, perhaps by just that; of what must not be. Short enough not to wait for
 #: long, long enough that no rank of a right program takes as much to come, or a mutant that is no fault passes for one. Of the
 #: sources as they are: rank 0 does the scenes of messages by itself, 8 s of them and more, and beside all other tests minutes.
@@ -94,25 +91,14 @@ def why_not(mutant: Mutant) -> str:
     return next((reason for pattern, reason in SURVIVORS.items() if fnmatch.fnmatchcase(mutant.name, pattern)), "")
 
 
-def due(n: int, commits: int | None = None) -> list[Mutant]:
-    """Of n mutants one, of n commits in a row each time another; and all of files that the last `RECENT` commits changed.
+def is_linted(mutant: Mutant) -> bool:
+    return mutant.compiled_only or mutant.file == "kernels/messages.py"
 
-    All mutants, where those changed one of `JUDGES`, or there is no git to ask. ``commits``: how many there are, else as git says.
-    """
 
-    def git(*asked: str) -> list[str]:
-        return subprocess.run(["git", *asked], cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
-
-    everyone = mutate.mutants()
-    try:
-        changed = git("log", f"-{RECENT}", "--format=", "--name-only")
-        turn = int(git("rev-list", "--count", "HEAD")[0]) if commits is None else commits
-    except (OSError, subprocess.CalledProcessError):
-        return list(everyone)
-    if any(fnmatch.filter(changed, pattern) for pattern in JUDGES):
-        return list(everyone)
-    recent = {mutant.name for mutant in everyone if f"{mutate_source.PACKAGE.name}/{mutant.file}" in changed}
-    return [mutant for number, mutant in enumerate(everyone) if (number + turn) % n == 0 or mutant.name in recent]
+def about(mutant: Mutant) -> list[str]:
+    """The files whose change asks for a judgement anew."""
+    judges = ON_RANKS * (not mutant.assembly) + ON_COMPILER * is_linted(mutant)
+    return [f"{mutate_source.PACKAGE.name}/{mutant.file}", *judges]
 
 
 # what they say
@@ -133,7 +119,7 @@ def judge_once(mutant: Mutant, directory: Path) -> str:
         limit = LONG if why_not(mutant) else SHORT
         reached = sorted({kernel for kernel, _ in mutant.reached})
         checks.append(lambda: on_the_heap(plan(mutant), mutant.compiled_only, limit, reached, **where))
-    if mutant.compiled_only or mutant.file == "kernels/messages.py":
+    if is_linted(mutant):
         checks.insert(0 if "scope=" in mutant.name else 1, lambda: on_the_lint(to_lint(mutant), **where))
     return next((found for check in checks if (found := check())), "")
 
@@ -234,7 +220,9 @@ def judged(request, tmp_path_factory) -> Iterator[dict[str, concurrent.futures.F
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("mutant", due(int(os.environ.get("FLUXLIKE_TEST_MUTANTS", 1))), ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize(
+    "mutant", [pytest.param(mutant, id=mutant.name, marks=pytest.mark.slow(*about(mutant))) for mutant in mutate.mutants()]
+)
 def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
     found = judged[mutant.name].result()
     if why_not(mutant):
@@ -243,6 +231,7 @@ def test_a_mutant_is_caught(mutant: Mutant, judged) -> None:
         assert found, f"nobody noticed this; improve a check, or say in SURVIVORS why it is no fault:\n{mutant.difference()}"
 
 
+@pytest.mark.slow(slow.ALWAYS)
 @pytest.mark.parametrize("how", ["interpreted", "as compiled", "compiled"])
 def test_nothing_taken_away(how: str, judged) -> None:
     """The scenes, and the waits as a compiler sees them, with the sources as they are."""
@@ -255,13 +244,8 @@ def test_a_file_without_mutants_has_no_signals(name: str) -> None:
     assert "@triton.jit" in text and not re.search(r"from \.|atomic_|asm|barrier|while ", text.partition('"""\n\nimport')[2])
 
 
-def test_of_n_commits_each_judges_other_mutants() -> None:
-    everyone = [mutant.name for mutant in mutate.mutants()]
-    assert [mutant.name for mutant in due(1)] == everyone
-    first, second, third = ({mutant.name for mutant in due(3, commits)} for commits in (5, 6, 7))
-    assert first | second | third == set(everyone)
-    assert first & second == second & third == first & third, "those of files that were changed lately"
-    assert all(list(ROOT.glob(pattern)) for pattern in JUDGES)
+def test_what_judges_is_there() -> None:
+    assert all(list(ROOT.glob(pattern)) for pattern in (*ON_RANKS, *ON_COMPILER))
 
 
 def test_survivors_are_mutants() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import compiled
 import mutate_source
 import pytest
+import slow
 import torch
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -40,6 +41,11 @@ QUICK = (
 assert set(QUICK) <= set(compiled.ALL)
 
 
+def marks(case: Case, sm: int) -> tuple:
+    """Hopper's whatever was changed; of the others, which have the same sources, some."""
+    return () if (case, sm) in QUICK else (pytest.mark.slow(slow.ALWAYS) if sm == 90 else pytest.mark.slow,)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _compile_ahead(request):
     compiled.begin(request.session)
@@ -47,10 +53,7 @@ def _compile_ahead(request):
 
 @pytest.mark.parametrize(
     ("case", "capability"),
-    [
-        pytest.param(case, sm, id=f"sm_{sm}-{case}", marks=() if (case, sm) in QUICK else pytest.mark.slow)
-        for case, sm in compiled.ALL
-    ],
+    [pytest.param(case, sm, id=f"sm_{sm}-{case}", marks=marks(case, sm)) for case, sm in compiled.ALL],
 )
 def test_nothing_is_found(case: Case, capability: int) -> None:
     for report in compiled.reports(case, capability):
@@ -171,7 +174,7 @@ def test_averages_are_rounded_once(tmp_path, monkeypatch) -> None:
         assert re.search(r"div\.(full|approx)", ptx) is None and "div.rn.f32" in ptx, name
 
 
-@pytest.mark.parametrize("schedule", ("copy_engine", "in_kernel"))
+@pytest.mark.parametrize("schedule", ("copy_engine", pytest.param("in_kernel", marks=pytest.mark.slow(slow.ALWAYS))))
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_without_tracing_the_machine_code_is_as_if_there_were_none(op, schedule, tmp_path, monkeypatch) -> None:
     to_ptx(monkeypatch, tmp_path)

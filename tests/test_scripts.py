@@ -262,7 +262,10 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert lines == ["why", f"launch.sh: {said}"]
 
 
-@pytest.mark.parametrize(("tool", "full"), (("bench", False), ("links", False), ("bench", True)))
+@pytest.mark.parametrize(
+    ("tool", "full"),
+    (("bench", False), pytest.param("links", False, marks=pytest.mark.slow), pytest.param("bench", True, marks=pytest.mark.slow)),
+)
 def test_ranks_that_cannot_print(tmp_path, tool, full):
     """To a reader that leaves, as `| head` does, or a full disk: they end in order, early if they have much to do."""
     pytest.importorskip("rich")
@@ -297,7 +300,14 @@ def test_an_option_of_launch_behind_the_program(tmp_path, given):
     assert done.stderr == f"launch.sh: --nproc is given to {program}; to be launch.sh's it must stand before it\n"
 
 
-@pytest.mark.parametrize("program", (["tutorials/03_gemm_reduce_scatter.py"], ["-m", "fluxlike"], ["-m", "fluxlike", "racecheck"]))
+@pytest.mark.parametrize(
+    "program",
+    (
+        ["tutorials/03_gemm_reduce_scatter.py"],
+        ["-m", "fluxlike", "racecheck"],
+        pytest.param(["-m", "fluxlike"], marks=pytest.mark.slow),
+    ),
+)
 @pytest.mark.parametrize("given", (["--m", "many"], pytest.param(["--help"], marks=pytest.mark.slow)))
 def test_what_the_arguments_are_is_said_once(program, given):
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}

@@ -161,7 +161,9 @@ def gathered_in_one_kernel(group, dtype):
                 assert made == (1, 1 + several - possible)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), pytest.param(4, "bfloat16", marks=pytest.mark.slow))
+)
 def test_few_rows_are_gathered_in_one_kernel(ranks, dtype):
     run_ranks(gathered_in_one_kernel, ranks, dtype=dtype)
 

@@ -29,7 +29,7 @@ TABLE = (
     Variable("FLUXLIKE_LOG", "", "level of the logger 'fluxlike', as INFO; default: what the program has set, else WARNING"),
 )
 #: Those of the scripts and of the tests, which the package never reads.
-ELSEWHERE = ("FLUXLIKE_PYTHON", "FLUXLIKE_TEST_FUZZ", "FLUXLIKE_TEST_HEAP", "FLUXLIKE_TEST_MUTANTS", "FLUXLIKE_TEST_TRITON")
+ELSEWHERE = ("FLUXLIKE_PYTHON", "FLUXLIKE_TEST_FUZZ", "FLUXLIKE_TEST_HEAP", "FLUXLIKE_TEST_SLOW", "FLUXLIKE_TEST_TRITON")
 PREFIX = "FLUXLIKE_"
 _BY_NAME = {variable.name: variable for variable in TABLE}
 

@@ -1,0 +1,62 @@
+"""Which slow tests a run has: with FLUXLIKE_TEST_SLOW=n of each n one, of n commits in a row each time another.
+
+Slow tests take more than half of a whole run, and nearly each is one of many alike: a mutant, a kernel for one more GPU, another
+number of ranks. So .ci/run has a third of them (n = 3), and all that are about a file which the last `RECENT` commits changed: what
+the mark names by patterns, as `slow("fluxlike/tools/lint/*.py")`, or else the test's own. One of `slow(ALWAYS)` always runs.
+"""
+
+import fnmatch
+import functools
+import os
+import subprocess
+import zlib
+from collections.abc import Collection, Sequence
+
+import pytest
+from ranks import ROOT
+
+RECENT = 20
+#: Whatever was changed.
+ALWAYS = "*"
+
+
+def share() -> int:
+    """FLUXLIKE_TEST_SLOW, checked; 1 for all."""
+    text = os.environ.get("FLUXLIKE_TEST_SLOW") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise pytest.UsageError(f"FLUXLIKE_TEST_SLOW={text!r} must be a whole number above 0: of so many slow tests one runs")
+    return int(text)
+
+
+@functools.cache
+def history() -> tuple[int, tuple[str, ...]] | None:
+    """How many commits there are, and the files that the last ones changed; None where there is no git to ask."""
+
+    def git(*asked: str) -> list[str]:
+        return subprocess.run(["git", *asked], cwd=ROOT, text=True, capture_output=True, check=True).stdout.splitlines()
+
+    try:
+        return int(git("rev-list", "--count", "HEAD")[0]), tuple(git("log", f"-{RECENT}", "--format=", "--name-only"))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def is_due(name: str, files: Collection[str], n: int, commits: int, changed: Sequence[str]) -> bool:
+    """Whether the test called so, which is about ``files``, runs behind so many commits, the last of which ``changed`` these."""
+    turn = (zlib.crc32(name.encode()) + commits) % n == 0
+    return turn or any(pattern == ALWAYS or fnmatch.filter(changed, pattern) for pattern in files)
+
+
+def without_others(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Those to run, in their order; the quick ones among them. All of them, where nobody knows what was changed."""
+    n = share()
+    known = history() if n > 1 else None
+    if known is None:
+        return items
+    kept = []
+    for item in items:
+        marks = list(item.iter_markers("slow"))
+        files = [name for mark in marks for name in mark.args] or [os.path.relpath(item.path, ROOT)]
+        if not marks or is_due(item.nodeid, files, n, *known):
+            kept.append(item)
+    return kept

@@ -1,0 +1,67 @@
+"""`slow`: which slow tests a run has."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import slow
+from ranks import ROOT
+
+NAMES = [f"tests/test_x.py::test_y[{i}]" for i in range(300)]
+
+
+def due(commits, files=("tests/test_x.py",), n=3, changed=()):
+    return {name for name in NAMES if slow.is_due(name, files, n, commits, changed)}
+
+
+def test_of_n_commits_each_has_other_tests():
+    lots = [due(commits) for commits in (5, 6, 7)]
+    assert set.union(*lots) == set(NAMES) and sum(map(len, lots)) == len(NAMES)
+    assert all(70 < len(lot) < 130 for lot in lots)
+    assert due(8) == lots[0]
+
+
+def test_what_changes_are_about_runs():
+    changed = ("README.md", "fluxlike/kernels/sync.py")
+    assert due(5, changed=changed) != set(NAMES)
+    for files in (("fluxlike/kernels/sync.py",), ("tests/none.py", "fluxlike/*.py"), (slow.ALWAYS,)):
+        assert due(5, files, changed=changed) == set(NAMES)
+    assert due(5, (slow.ALWAYS,)) == set(NAMES), "even where nothing was changed"
+
+
+def item(number, *marks):
+    """Of a test file that no commit has."""
+    path = Path(ROOT, "tests/test_x.py")
+    return SimpleNamespace(nodeid=NAMES[number], path=path, iter_markers=lambda name: marks)
+
+
+def test_a_run_keeps_the_quick_ones_and_some_of_the_others(monkeypatch):
+    quick = [item(i) for i in range(100)]
+    others = [item(i, pytest.mark.slow.mark) for i in range(100, 200)]
+    always = [item(i, pytest.mark.slow.mark, pytest.mark.slow(slow.ALWAYS).mark) for i in range(200, 300)]
+    monkeypatch.setattr(slow, "history", lambda: (5, ("README.md",)))
+    monkeypatch.delenv("FLUXLIKE_TEST_SLOW", raising=False)
+    assert slow.without_others(quick + others + always) == quick + others + always
+    monkeypatch.setenv("FLUXLIKE_TEST_SLOW", "3")
+    kept = slow.without_others(quick + others + always)
+    assert kept[:100] == quick and kept[-100:] == always
+    assert {one.nodeid for one in kept[100:-100]} == due(5) & {one.nodeid for one in others}
+    monkeypatch.setattr(slow, "history", lambda: None)
+    assert slow.without_others(others) == others, "nobody knows what was changed"
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "third", "1.5"])
+def test_a_share_that_is_none_is_refused(given, monkeypatch):
+    monkeypatch.setenv("FLUXLIKE_TEST_SLOW", given)
+    with pytest.raises(pytest.UsageError, match=f"FLUXLIKE_TEST_SLOW='{given}' must be a whole number"):
+        slow.without_others([])
+
+
+def test_what_git_says():
+    """Of the files of this test, or nothing where this is no clone."""
+    known = slow.history()
+    if not Path(ROOT, ".git").exists():
+        assert known is None
+        return
+    commits, changed = known
+    assert commits > 0 and all(isinstance(name, str) and not name.startswith("/") for name in changed)
