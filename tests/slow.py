@@ -11,6 +11,7 @@ import os
 import subprocess
 import zlib
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 from ranks import ROOT
@@ -18,6 +19,12 @@ from ranks import ROOT
 RECENT = 20
 #: Whatever was changed.
 ALWAYS = "*"
+
+
+def behind(quick: int, values: Sequence[Any]) -> list[Any]:
+    """Parameters of which the first few are quick, and those behind slow: none of them shows what the others do not."""
+    rest = [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values[quick:]]
+    return [*values[:quick], *rest]
 
 
 def share() -> int:

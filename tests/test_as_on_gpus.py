@@ -7,6 +7,7 @@ that differs from rank to rank, one makes them in one kernel and another by torc
 import random
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from cases import AGCase, RSCase, same
@@ -73,7 +74,7 @@ def drawn(group, seed, capability):
 
 
 @pytest.mark.skipif(TORCHRUN, reason="GPUs decide for themselves")
-@pytest.mark.parametrize(("ranks", "capability"), ((2, (9, 0)), (3, (8, 0)), (3, (10, 0)), (4, (9, 0))))
+@pytest.mark.parametrize(("ranks", "capability"), slow.behind(2, [(3, (8, 0)), (4, (9, 0)), (2, (9, 0)), (3, (10, 0))]))
 def test_ranks_that_choose_otherwise_meet(ranks, capability):
     """Each operation in one kernel on some ranks, while others make it by torch, is among what is drawn."""
     took = run_ranks(drawn, ranks, seed=ranks, capability=capability)

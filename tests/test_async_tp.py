@@ -301,6 +301,7 @@ def test_graphs_of_four_ranks():
 GATHERS_ANY_DIMENSION = tuple(map(int, torch.__version__.split(".")[:2])) not in ((2, 11), (2, 12))
 
 
+@pytest.mark.slow
 def test_graphs_of_any_size():
     several = ["several, some with a bias, and the gathered", "no features", "no columns"] if GATHERS_ANY_DIMENSION else []
     run_ranks(sized, 2, names=[*several, "slices", "its bias", "first of three", "no features scattered", "no columns scattered"])

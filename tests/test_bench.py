@@ -368,6 +368,7 @@ def test_shapes_of_trace_for_the_interpreter(capsys, monkeypatch):
     assert "would take hours" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
 def test_a_complaint_of_a_rank_that_comes_late(tmp_path):
     """The launcher ends all ranks once one has ended: the others leave rank 0 the time to say why."""

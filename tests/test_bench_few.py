@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+import slow
 import torch
 
 import fluxlike
@@ -36,7 +37,7 @@ def judged_of_few(group, wrong):
     return found
 
 
-@pytest.mark.parametrize("wrong", (pytest.param(False, marks=pytest.mark.slow), True))
+@pytest.mark.parametrize("wrong", slow.behind(1, [True, False]))
 def test_few_values(wrong):
     for outcome in ranks.run_fresh(judged_of_few, 2, timeout=120, wrong=wrong):
         assert outcome.ok, outcome

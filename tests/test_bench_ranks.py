@@ -427,6 +427,7 @@ def test_rank_0_decides_when_time_is_up(tmp_path):
     assert told == [1, 0]
 
 
+@pytest.mark.slow
 def test_toy_bursts(tmp_path):
     argv = ["all_reduce", "--suite", "resnet50-toy", "--rounds", "1", "--out", str(tmp_path)]
     for status, said, read in values(ranks.run_fresh(run_all, 2, argv=argv)):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import slow
 from test_doctor_facts import healthy, whats
 from test_lint_signals import living
 
@@ -170,7 +171,7 @@ def test_a_reader_that_leaves(tmp_path):
 
 
 @pytest.mark.parametrize("tool", ["doctor --json", "topo p3.16xlarge", "model gemm_rs --nodes 1 --shapes 512x512x512"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", slow.behind(1, ["", "1"]))
 def test_a_disk_that_is_full(tool, unbuffered):
     command = [sys.executable, "-m", "fluxlike", *tool.split()]
     with open("/dev/full", "w") as full:
@@ -189,7 +190,7 @@ def test_a_stream_that_is_closed(closed, status):
     assert ("minmax" in done.stdout) == (closed == "2>&-")
 
 
-@pytest.mark.parametrize("module", ["torch", "triton", "numpy"])
+@pytest.mark.parametrize("module", slow.behind(1, ["torch", "triton", "numpy"]))
 def test_hidden_module(tmp_path, module):
     done = run_doctor(tmp_path, "--json", TEST_HIDE=module, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from cases import make_weight, same
@@ -107,7 +108,7 @@ def fused(group, dtype, algo):
 
 
 @pytest.mark.parametrize("algo", ("one_shot", "two_shot"))
-@pytest.mark.parametrize(("world", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+@pytest.mark.parametrize(("world", "dtype"), slow.behind(2, [(2, "bfloat16"), (3, "float16"), (4, "bfloat16")]))
 def test_fused(world, dtype, algo):
     run_ranks(fused, world, dtype=dtype, algo=algo)
 

@@ -569,6 +569,7 @@ def test_rows_that_inductor_lays_out():
     run_ranks(compiled, 2, backend="inductor", function="turned", sizes=[8], dynamic=None)
 
 
+@pytest.mark.slow
 def test_compiled_for_any_number_of_rows():
     run_ranks(compiled, 2, backend="aot_eager", function="activated", sizes=[8, 11, 20], dynamic=True)
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import slow
 import triton
 import triton.language as tl
 from ranks import ROOT
@@ -151,6 +152,7 @@ def test_a_lint_of_no_call_fails(capsys):
     assert "no call has 'gemm_sr' in its name" in said and "gemm_rs-in_kernel, " in said
 
 
+@pytest.mark.slow
 def test_a_lint_of_a_program_without_kernels_fails(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("print('no kernels')\n")
@@ -202,9 +204,7 @@ def living(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "number", (signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGHUP, signal.SIGKILL)))
-)
+@pytest.mark.parametrize("number", slow.behind(1, [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]))
 def test_nothing_outlives_a_lint_that_a_signal_ends(number, tmp_path):
     """Neither its processes, though they compile, nor its temporary files, which only a killed one leaves."""
     killed = number == signal.SIGKILL

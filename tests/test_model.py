@@ -246,6 +246,7 @@ def test_the_speed_ups_beside_the_published_ones():
     assert f"| the model of ours | {row} |" in (ROOT / "docs/nodes.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_table_of_more_nodes(capsys):
     """docs/nodes.md's is what its command gives."""
     text = (ROOT / "docs/nodes.md").read_text()

@@ -523,6 +523,7 @@ def any_number(whole, styled, ours, mesh):
         close(ours(spread.detach().to_local(), tokens), part_of(y, 0, size, rank), f"{tokens} tokens of a layer")
 
 
+@pytest.mark.slow
 def test_tokens_of_changing_number_in_what_is_compiled():
     run_ranks(compiled_tokens, 2)
 

@@ -6,6 +6,7 @@ import re
 import time
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from emulated_puts import start
@@ -171,7 +172,7 @@ def leaves(context):
         raise KeyError("of the caller")
 
 
-@pytest.mark.parametrize("how", ("another operation", "raises", "closes", "finalizes"))
+@pytest.mark.parametrize("how", slow.behind(2, ["another operation", "finalizes", "raises", "closes"]))
 def test_nodes_that_are_apart_begin_again(how):
     outcomes = run_fresh(apart, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "3"}, heap="shm", timeout=60, how=how)
     for outcome in outcomes:

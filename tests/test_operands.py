@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import slow
 import triton.language as tl
 import triton.runtime.interpreter as stock
 from triton.language.semantic import TritonSemantic
@@ -75,10 +76,13 @@ def outcome(operation, *operands):
 
 OPERATORS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "floordiv", "mod", "and", "or") for side in ("", "r")]
 OPERATORS += [f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")]
+#: Of each way to a result one; these are quick.
+FIRST = ["__add__", "__radd__", "__floordiv__", "__mod__", "__and__", "__lt__"]
+OTHERS = [name for name in OPERATORS if hasattr(tl.tensor, name) and name not in FIRST]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize("name", [name for name in OPERATORS if hasattr(tl.tensor, name)])
+@pytest.mark.parametrize("name", slow.behind(len(FIRST), FIRST + OTHERS))
 def test_operators(name):
     usual = interpreter._bind(vars(tl.tensor)[name])
     with interpreter._patched():

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from cases import TRANSPORTS, AGCase, RSCase, launches, poison, same, schedules
@@ -185,7 +186,7 @@ def rs_out(group, dtype):
                 same(out, case.expected(rank), f"reference {what}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow.behind(1, DTYPES))
 def test_gemm_rs_into_out(dtype):
     run_ranks(rs_out, 3, dtype=dtype)
 
@@ -216,7 +217,7 @@ def ag_out(group, dtype):
                     around.fill_(float("nan"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow.behind(1, DTYPES))
 def test_ag_gemm_into_out(dtype):
     run_ranks(ag_out, 3, dtype=dtype)
 
@@ -330,7 +331,7 @@ def ag_several(group, dtype):
                     assert ctx.stats["launches"] - before["launches"] == sum(launched), what
 
 
-@pytest.mark.parametrize(("world", "dtype"), ((2, "float32"), (3, "float16"), (4, "bfloat16")))
+@pytest.mark.parametrize(("world", "dtype"), slow.behind(1, [(3, "float16"), (2, "float32"), (4, "bfloat16")]))
 def test_ag_gemm_with_several_weights(world, dtype):
     run_ranks(ag_several, world, dtype=dtype)
 

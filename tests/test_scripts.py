@@ -13,6 +13,7 @@ import time
 
 import conftest
 import pytest
+import slow
 from ranks import ROOT
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
@@ -179,7 +180,7 @@ def test_a_part_without_tests_is_no_failure_where_another_has_some(tmp_path, has
     assert done.returncode == status, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("given", "started"), (((), 1), (("--jobs", "2"), 2)))
+@pytest.mark.parametrize(("given", "started"), slow.behind(1, [(("--jobs", "2"), 2), ((), 1)]))
 @pytest.mark.parametrize(("how", "status"), ((signal.SIGTERM, 143), (signal.SIGINT, 130)))
 def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
     """A signal that only the script gets, with a stand-in for Python whose ranks stand for a minute."""
@@ -262,10 +263,7 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert lines == ["why", f"launch.sh: {said}"]
 
 
-@pytest.mark.parametrize(
-    ("tool", "full"),
-    (("bench", False), pytest.param("links", False, marks=pytest.mark.slow), pytest.param("bench", True, marks=pytest.mark.slow)),
-)
+@pytest.mark.parametrize(("tool", "full"), slow.behind(1, [("bench", False), ("links", False), ("bench", True)]))
 def test_ranks_that_cannot_print(tmp_path, tool, full):
     """To a reader that leaves, as `| head` does, or a full disk: they end in order, early if they have much to do."""
     pytest.importorskip("rich")
@@ -302,13 +300,9 @@ def test_an_option_of_launch_behind_the_program(tmp_path, given):
 
 @pytest.mark.parametrize(
     "program",
-    (
-        ["tutorials/03_gemm_reduce_scatter.py"],
-        ["-m", "fluxlike", "racecheck"],
-        pytest.param(["-m", "fluxlike"], marks=pytest.mark.slow),
-    ),
+    slow.behind(2, [["tutorials/03_gemm_reduce_scatter.py"], ["-m", "fluxlike", "racecheck"], ["-m", "fluxlike"]]),
 )
-@pytest.mark.parametrize("given", (["--m", "many"], pytest.param(["--help"], marks=pytest.mark.slow)))
+@pytest.mark.parametrize("given", slow.behind(1, [["--m", "many"], ["--help"]]))
 def test_what_the_arguments_are_is_said_once(program, given):
     env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     command = ["bash", "scripts/launch.sh", "--nproc", "2", *program, *given]

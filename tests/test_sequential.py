@@ -4,6 +4,7 @@ import contextlib
 import math
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 import triton
@@ -127,7 +128,7 @@ def in_one_kernel(group, dtype):
             assert ctx.last_path == "sequential/torch"
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), (4, "bfloat16")))
+@pytest.mark.parametrize(("ranks", "dtype"), slow.behind(2, [(2, "bfloat16"), (3, "float16"), (4, "bfloat16")]))
 def test_few_rows_in_one_kernel(ranks, dtype):
     run_ranks(in_one_kernel, ranks, dtype=dtype)
 
@@ -161,9 +162,7 @@ def gathered_in_one_kernel(group, dtype):
                 assert made == (1, 1 + several - possible)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype"), ((2, "bfloat16"), (3, "float16"), pytest.param(4, "bfloat16", marks=pytest.mark.slow))
-)
+@pytest.mark.parametrize(("ranks", "dtype"), slow.behind(2, [(2, "bfloat16"), (3, "float16"), (4, "bfloat16")]))
 def test_few_rows_are_gathered_in_one_kernel(ranks, dtype):
     run_ranks(gathered_in_one_kernel, ranks, dtype=dtype)
 

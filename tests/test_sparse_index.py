@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 from ranks import device, run_ranks
@@ -96,7 +97,7 @@ def as_by_torch(group, block, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("int32", "int64"))
-@pytest.mark.parametrize("block", (1024, 16))
+@pytest.mark.parametrize("block", slow.behind(1, [16, 1024]))
 @pytest.mark.parametrize("ranks", (2, 3))
 def test_tables_by_kernels(ranks, block, dtype):
     run_ranks(as_by_torch, ranks, block=block, dtype=dtype)

@@ -5,6 +5,7 @@ import functools
 from collections import Counter
 
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 import triton
@@ -218,9 +219,7 @@ def calls_that_share(group, op, schedule, programs, columns):
 
 @pytest.mark.parametrize("schedule", TRANSPORTS)
 @pytest.mark.parametrize("op", ["gemm_rs", "ag_gemm"])
-@pytest.mark.parametrize(
-    ("size", "programs", "columns"), [(1, 6, 4), (2, 6, 2), pytest.param(3, 10, 2, marks=pytest.mark.slow), (4, 11, 3)]
-)
+@pytest.mark.parametrize(("size", "programs", "columns"), slow.behind(2, [(2, 6, 2), (4, 11, 3), (1, 6, 4), (3, 10, 2)]))
 def test_calls_that_share_their_last_wave(op, schedule, size, programs, columns):
     """In lanes of two programs each."""
     run_ranks(calls_that_share, size, op=op, schedule=schedule, programs=programs, columns=columns)
