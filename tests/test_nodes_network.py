@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import slow
 from ranks import ROOT
 
 NAMES = tuple(f"fluxlike-{os.getpid()}-{which}" for which in "ab")  # another run's are left alone
@@ -79,7 +80,7 @@ def said(directory: Path) -> list[str]:
     return [line for name in NAMES for line in (directory / name).read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(slow.ALWAYS)
 def test_two_hosts(tmp_path):
     with hosts(), launched(tmp_path) as running:
         codes = [process.wait(240) for process in running]
@@ -90,7 +91,7 @@ def test_two_hosts(tmp_path):
     assert told == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")], lines
 
 
-@pytest.mark.slow
+@pytest.mark.slow(slow.ALWAYS)
 def test_a_host_that_dies(tmp_path):
     """A process of one host ends: what the ranks of the other are told. torchrun itself then waits for the host to come back."""
     with hosts(), launched(tmp_path, NODES_CASE_DIES="3"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import slow
 import torch
 import torch.distributed as dist
 import triton
@@ -68,7 +69,7 @@ def every_operation(group: Any) -> int:
     return calls
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow(slow.ALWAYS)) for ranks in (3, 4))])
 def test_the_operations_are_clean(ranks: int) -> None:
     for outcome in run_fresh(every_operation, ranks, ENV, timeout=120, measure="kernels"):
         assert outcome.ok and outcome.value == 40, str(outcome)
