@@ -118,9 +118,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path.stem.startswith("test_faults"):
             item.add_marker("alone")
-    kept = slow.without_others(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    others = slow.others(items)
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
     if shard := config.getoption("--shard"):
         first, step = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % step != first])

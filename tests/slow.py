@@ -54,16 +54,16 @@ def is_due(name: str, files: Collection[str], n: int, commits: int, changed: Seq
     return turn or any(pattern == ALWAYS or fnmatch.filter(changed, pattern) for pattern in files)
 
 
-def without_others(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Those to run, in their order; the quick ones among them. All of them, where nobody knows what was changed."""
+def others(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Those that are left for other commits; none, where nobody knows what was changed."""
     n = share()
     known = history() if n > 1 else None
     if known is None:
-        return items
-    kept = []
+        return set()
+    found = set()
     for item in items:
         marks = list(item.iter_markers("slow"))
         files = [name for mark in marks for name in mark.args] or [os.path.relpath(item.path, ROOT)]
-        if not marks or is_due(item.nodeid, files, n, *known):
-            kept.append(item)
-    return kept
+        if marks and not is_due(item.nodeid, files, n, *known):
+            found.add(item)
+    return found

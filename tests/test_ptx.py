@@ -48,8 +48,8 @@ def is_plain(case: Case) -> bool:
 
 
 def marks(case: Case, sm: int) -> tuple:
-    about = slow.ALWAYS if is_plain(case) else "fluxlike/tools/lint/variants.py"
-    return () if (case, sm) in QUICK else (pytest.mark.slow(about),)
+    about = [slow.ALWAYS] if is_plain(case) else ["fluxlike/kernels/*.py", "fluxlike/tools/lint/variants.py"]
+    return () if (case, sm) in QUICK else (pytest.mark.slow(*about),)
 
 
 @pytest.fixture(scope="module", autouse=True)
