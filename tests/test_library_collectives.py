@@ -1,7 +1,6 @@
 """torch.ops.fluxlike.* of the all_reduce family: schemas, fakes, and that compiled programs make the calls that eager ones make."""
 
 import pytest
-import slow
 import torch
 import torch.distributed as dist
 from ranks import device, run_ranks
@@ -121,7 +120,8 @@ def compiled(group, backend, sizes):
     return calls
 
 
-@pytest.mark.parametrize(("backend", "sizes"), slow.behind(0, [("aot_eager", (4, 7)), ("inductor", (6,))]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "sizes"), (("aot_eager", (4, 7)), ("inductor", (6,))))
 def test_compiled_makes_every_call(backend, sizes):
     run_ranks(compiled, 2, backend=backend, sizes=sizes)
 
