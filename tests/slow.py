@@ -22,7 +22,7 @@ ALWAYS = "*"
 
 
 def behind(quick: int, values: Sequence[Any]) -> list[Any]:
-    """Parameters of which the first few are quick, and those behind slow: none of them shows what the others do not."""
+    """Parameters alike enough that the first few do for a quick run; those behind are slow."""
     rest = [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values[quick:]]
     return [*values[:quick], *rest]
 

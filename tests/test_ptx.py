@@ -47,8 +47,13 @@ def is_plain(case: Case) -> bool:
     return case == usual and (case.shape in ("large", "few", "deep") or case.puts == "auto")
 
 
+#: What decides what the other cases compile to: the kernels, their launches, the list of cases, and the Triton that is asked for.
+MADE_BY = ("fluxlike/kernels/*.py", "fluxlike/ops/*.py", "fluxlike/tools/lint/variants.py", "pyproject.toml")
+assert all(list(ROOT.glob(pattern)) for pattern in MADE_BY)
+
+
 def marks(case: Case, sm: int) -> tuple:
-    about = [slow.ALWAYS] if is_plain(case) else ["fluxlike/kernels/*.py", "fluxlike/tools/lint/variants.py"]
+    about = [slow.ALWAYS] if is_plain(case) else MADE_BY
     return () if (case, sm) in QUICK else (pytest.mark.slow(*about),)
 
 
