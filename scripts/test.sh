@@ -92,8 +92,9 @@ if [ "${1:-}" = gpu ]; then
   [[ $fx_jobs =~ ^[1-9][0-9]*$ ]] || die "--jobs $fx_jobs is not a positive number."
   : "${FLUXLIKE_TEST_HEAP:=nvshmem}"
   export FLUXLIKE_TEST_HEAP
-  # No cache of failures: the ranks would write the same files.
-  fx_pytest=(-m pytest -q -p no:cacheprovider)
+  # No cache of failures: the ranks would write the same files. What a library writes before it ends its process, as NVSHMEM does, is
+  # lost where pytest captures file descriptors.
+  fx_pytest=(-m pytest -q -p no:cacheprovider --capture=sys)
   # A test that fails may leave its ranks apart, and those behind it would fail, too: they run in new ranks. Of some tests a part may
   # have none, which is pytest's status 5, and no failure if another has.
   launch() {

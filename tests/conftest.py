@@ -80,7 +80,7 @@ def pytest_runtest_protocol(item):
 def pytest_runtest_logreport(report):
     if ranks.TORCHRUN and report.failed:
         # now, and not only at the end: a run on GPUs may be stopped by its limit of time
-        said = report.longreprtext[:3000] if ranks.TORCHRUN_RANK == 0 else report.longreprtext[-300:]
+        said = report.longreprtext[-3000:] if ranks.TORCHRUN_RANK == 0 else report.longreprtext[-300:]
         print(f"\n{report.nodeid} failed on rank {ranks.TORCHRUN_RANK}:\n{said}", file=sys.__stderr__, flush=True)
 
 

@@ -1,10 +1,12 @@
 """The symmetric heap: who gets which range, and that all ranks see one another's bytes in it."""
 
 import contextlib
+import fcntl
 import itertools
 import os
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy
@@ -256,17 +258,26 @@ def raises(what, arguments, error=None):
         raise error
 
 
+def pretend(monkeypatch, core):
+    """``core`` in the place of nvshmem.core; returns what is in that of cuda.core."""
+    devices = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
+    for package, inside in (("nvshmem", core), ("cuda", devices)):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(core=inside))
+        monkeypatch.setitem(sys.modules, f"{package}.core", inside)
+    return devices
+
+
+def empty_id(empty):
+    return SimpleNamespace(_data=numpy.zeros(4, numpy.uint8))
+
+
 def test_nvshmem_that_does_not_start_on_a_rank(monkeypatch):
     """The other ranks learn of it where they meet."""
 
     def no_interface(empty):
         raise OSError("no interface is up")
 
-    core = SimpleNamespace(get_unique_id=no_interface)
-    devices = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
-    for package, inside in (("nvshmem", core), ("cuda", devices)):
-        monkeypatch.setitem(sys.modules, package, SimpleNamespace(core=inside))
-        monkeypatch.setitem(sys.modules, f"{package}.core", inside)
+    pretend(monkeypatch, SimpleNamespace(get_unique_id=no_interface))
     with pytest.raises(RuntimeError, match=r"cannot be started \(OSError: no interface is up\); see `python -m fluxlike doctor`"):
         nvshmem.start(torch.device("cuda", 0), SimpleNamespace(rank=0, agree=raises), one_host=True)
     assert not nvshmem._set
@@ -275,12 +286,9 @@ def test_nvshmem_that_does_not_start_on_a_rank(monkeypatch):
 def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     """A start for one host, then for several: what the first one set would keep the second from the network."""
     seen = []
-    core = SimpleNamespace(get_unique_id=lambda empty: SimpleNamespace(_data=numpy.zeros(4, numpy.uint8)), finalize=lambda: None)
+    core = SimpleNamespace(get_unique_id=empty_id, finalize=lambda: None)
     core.init = lambda **how: seen.append({name: os.environ.get(name) for name in nvshmem._ONE_HOST})
-    devices = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
-    for package, inside in (("nvshmem", core), ("cuda", devices)):
-        monkeypatch.setitem(sys.modules, package, SimpleNamespace(core=inside))
-        monkeypatch.setitem(sys.modules, f"{package}.core", inside)
+    devices = pretend(monkeypatch, core)
     for name in (*nvshmem._ONE_HOST, *nvshmem._DEFAULTS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "mine")
@@ -308,3 +316,55 @@ def test_settings_of_nvshmem_are_those_of_one_start(monkeypatch):
     mine = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "mine"}
     assert seen[:2] == [nvshmem._ONE_HOST | mine] * 2 and seen[2] == dict.fromkeys(nvshmem._ONE_HOST) | mine
     nvshmem.stop()
+
+
+def is_free(folder, how):
+    """Whether another program could have the lock."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+@pytest.mark.parametrize(("ranks", "rank"), ((1, 0), (2, 0), (2, 1)))
+def test_programs_whose_ranks_share_gpus_start_nvshmem_in_turn(monkeypatch, tmp_path, ranks, rank):
+    """NVSHMEM gives the file through which their ranks meet the same name in all of them."""
+    seen = []
+
+    def now(*_, **__):
+        seen.append((is_free(tmp_path, fcntl.LOCK_EX), is_free(tmp_path, fcntl.LOCK_SH)))
+
+    pretend(monkeypatch, SimpleNamespace(get_unique_id=empty_id, init=now, finalize=now))
+    monkeypatch.setattr(nvshmem, "_SHARED", str(tmp_path))
+    monkeypatch.setenv("FLUXLIKE_RANKS_PER_GPU", str(ranks))
+    control = SimpleNamespace(rank=rank, size=2, agree=raises, gather=lambda value, what: (now(), [value])[1])
+    nvshmem.start(torch.device("cuda", 0), control, one_host=True)
+    assert seen == [(ranks == 1 or rank == 1,) * 2] * 2  # rank 0 has it before it says the id without which nobody starts
+    now()
+    nvshmem.stop()
+    assert seen[2:] == [(True, True), (ranks == 1, True)]
+    now()
+    assert seen[-1] == (True, True) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("limit", (0.2, 20))
+def test_a_turn_is_waited_for_no_longer_than_ranks_wait(monkeypatch, tmp_path, limit):
+    """A lock that another program holds on to is gone past behind half of the limit, and one that it gives up is taken."""
+    monkeypatch.setattr(nvshmem, "_SHARED", str(tmp_path))
+    monkeypatch.setenv("FLUXLIKE_RANKS_PER_GPU", "2")
+    monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", str(limit))
+    other = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    if limit > 1:
+        threading.Timer(0.1, os.close, (other,)).start()
+    start = time.monotonic()
+    with nvshmem._turn(fcntl.LOCK_EX):
+        assert 0.09 < time.monotonic() - start < 9
+        assert not is_free(tmp_path, fcntl.LOCK_SH)
+    if limit < 1:
+        os.close(other)
+    assert is_free(tmp_path, fcntl.LOCK_EX)

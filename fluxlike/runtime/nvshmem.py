@@ -5,10 +5,13 @@ NVSHMEM device code; to other nodes there are puts and signals, which streams ma
 processing elements, not over a sub-group; so a segment belongs to the world, and `heap.SymmetricHeap` cuts contexts out of it.
 """
 
+import contextlib
+import fcntl
 import functools
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import env
 from .control import ControlGroup
 from .errors import PeerTimeout
 from .heap import shown
@@ -44,6 +48,30 @@ def _take_back() -> None:
             del os.environ[name]
 
 
+_SHARED = "/dev/shm"
+
+
+@contextlib.contextmanager
+def _turn(how: int) -> Iterator[None]:
+    """In turn with other programs of this host whose ranks share GPUs, by a lock of fcntl's kind ``how``; waits for half the limit.
+
+    Ranks that share a GPU exchange events through a file in /dev/shm, which NVSHMEM gives the same name in all programs. One that
+    starts beside another would open the other's events, and end with status 255; one that stops removes the file.
+    """
+    with contextlib.ExitStack() as held:
+        if env.ranks_per_gpu() > 1 and os.access(_SHARED, os.R_OK):
+            lock = os.open(_SHARED, os.O_RDONLY | os.O_CLOEXEC)
+            held.callback(os.close, lock)  # which gives the lock back
+            end = time.monotonic() + env.timeout_s() / 2
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(lock, how | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.01)
+        yield
+
+
 def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
     """Start NVSHMEM on ``device``; collective over the world. Settings that the user made in the environment stay."""
     error: Exception | None = None
@@ -69,8 +97,9 @@ def start(device: torch.device, control: ControlGroup, one_host: bool) -> None:
             error.__cause__ = problem
         control.agree("starting NVSHMEM", None, error)
         raw = unique._data.view(np.uint8)  # of numpy; what it holds travels as numbers
-        raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
-        nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
+        with _turn(fcntl.LOCK_EX) if control.rank == 0 else contextlib.nullcontext():  # the others wait for what it says
+            raw[:] = control.gather(raw.tolist(), "starting NVSHMEM")[0]
+            nvshmem.init(device=cuda_device, uid=unique, rank=control.rank, nranks=control.size, initializer_method="uid")
     except BaseException:
         _take_back()
         raise
@@ -81,7 +110,8 @@ def stop() -> None:
     import nvshmem.core as nvshmem
 
     try:
-        nvshmem.finalize()
+        with _turn(fcntl.LOCK_SH):  # of the ranks of a program, all at once
+            nvshmem.finalize()
     finally:
         _take_back()
 
