@@ -59,9 +59,13 @@ def test_a_rank_that_has_waited_alone():
 
 
 def connects_late(group):
-    """As TORCH_GLOO_LAZY_INIT has it, connections are there only when something goes over them."""
+    """As TORCH_GLOO_LAZY_INIT has it, connections are there only when something goes over them, of several groups, too."""
     init()
     adds()
+    for ranks in ([0, 1], [0, 1, 2], [1, 2]):
+        other = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            adds(other)
     fluxlike.finalize()
 
 

@@ -282,9 +282,9 @@ def disagreement(group):
         ):
             sizes = other if odd else good
             differs = next(i for i in range(4) if good[i] != other[i])
-            refuses(partial(make, *sizes, group), ValueError, good[differs], other[differs], "rank", "same arguments")
+            refuses(partial(make, *sizes, group), fluxlike.CallMismatch, good[differs], other[differs], "rank", "same arguments")
         odd_one = partial(make, 16, 16, 16, F32, group, "in_kernel" if odd else "copy_engine")
-        refuses(odd_one, ValueError, "in_kernel", "copy_engine", "same arguments")
+        refuses(odd_one, fluxlike.CallMismatch, "in_kernel", "copy_engine", "same arguments")
     ref = fluxlike.reference
     for act, x, w, shown in (
         (ref.gemm_rs, here(24 + odd, 8), here(12, 8), "(25, 12, 'torch.float32')"),
@@ -292,7 +292,7 @@ def disagreement(group):
         (ref.ag_gemm, here(6, 8 + odd), here(12, 8 + odd), f"({6 * dist.get_world_size(group)}, 9, 'torch.float32')"),
         (ref.gemm_rs, *(here(12, 8, dtype=BF16 if odd else F32) for _ in range(2)), "(12, 12, 'torch.bfloat16')"),
     ):
-        refuses(partial(act, x, w, group=group), ValueError, f"reference.{act.__name__}", shown, "same arguments")
+        refuses(partial(act, x, w, group=group), fluxlike.CallMismatch, f"reference.{act.__name__}", shown, "same arguments")
         words = ["(K) must be equal"] + ["rank 1 failed"] * (not odd)
         refuses(partial(act, here(6, 8), here(12, 8 + odd), group=group), ValueError, *words)
     works(group)
@@ -359,7 +359,7 @@ def life(group):
         refuses(lambda: fluxlike.init(heap="nvshmem"), RuntimeError, "nvshmem", "CUDA", "doctor", "'shm'")
     all_refuse()
     odd = dist.get_rank() == 1
-    refuses(lambda: fluxlike.init(heap="shm", heap_bytes=(1 << 20) + odd * 4096), ValueError, "same arguments", 1 << 20)
+    refuses(lambda: fluxlike.init(heap="shm", heap_bytes=(1 << 20) + odd * 4096), fluxlike.CallMismatch, "same arguments", 1 << 20)
     refuses(lambda: fluxlike.init(heap="disk" if odd else "shm"), ValueError, "'disk'")
     all_refuse()
     for _ in range(2):

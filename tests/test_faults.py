@@ -320,7 +320,7 @@ def leave_early(group):
     if dist.get_rank() != GUILTY:
         try:
             make_context("gemm_rs", "in_kernel")
-        except RuntimeError as error:
+        except fluxlike.CallMismatch as error:
             told = str(error)
     fluxlike.finalize()
     return told

@@ -294,12 +294,20 @@ def test_a_caught_interrupt():
 
 
 def handles_signals(group):
-    """A signal comes within the kernel of a call, and its handler makes another, which is refused; the ranks stay in step."""
+    """A signal comes within the kernel of a call, and its handler makes another, or a context, or takes away what the kernel works
+    with. All of it is refused, and the ranks stay in step."""
     x, said, grid = torch.ones(64), [], programs.run_grid
     fluxlike.all_reduce(x, group)
+    ctx = fluxlike.create_gemm_rs_context(8, 8, group=group)
+    acts = {
+        "all_reduce": lambda: fluxlike.all_reduce(x, group),
+        f"close() of {ctx.label}": ctx.close,
+        "fluxlike.finalize": fluxlike.finalize,
+        "the making of a GemmRSContext": lambda: fluxlike.create_gemm_rs_context(8, 8, group=group),
+    }
 
     def handler(number, frame):
-        said.append(told(lambda: fluxlike.all_reduce(x, group), RuntimeError)[0])
+        said.append([told(act, RuntimeError)[0] for act in acts.values()])
 
     def ringing(*args):
         signal.raise_signal(signal.SIGUSR1)
@@ -314,7 +322,10 @@ def handles_signals(group):
         programs.run_grid = grid
         signal.signal(signal.SIGUSR1, before)
     assert len(said) == 3 * (dist.get_rank(group) == 0)
-    assert all("all_reduce was called from inside a kernel" in each and "handler of a signal" in each for each in said), said
+    for each in said:
+        for name, message in zip(acts, each, strict=True):
+            assert f"RuntimeError: {name} was called from inside a kernel" in message and "handler of a signal" in message, message
+    ctx.close()
     works(group)
 
 

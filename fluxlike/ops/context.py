@@ -271,10 +271,12 @@ def kept(
     """`keeping.kept` of an operation with a product: one context for each (kind, group, dtype)."""
 
     def make(wanted: dict[str, int]) -> Any:
-        keeping.alike(op, control, sizes)
         return kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
 
-    return keeping.kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE)
+    def agree() -> None:
+        keeping.alike(op, control, sizes, dtype)
+
+    return keeping.kept((kind, control.name, dtype), control, sizes, make, tiling.MAX_SIZE, agree)
 
 
 class _Started(Begun):

@@ -72,7 +72,8 @@ def create_gemm_ar_context(
             than 32 rows, N above 32 for each multiprocessor. Else "auto" goes by torch.
 
     Raises:
-        ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
+        ValueError, on all ranks: bad arguments, or, as a CallMismatch, not those of another rank. RuntimeError: no init, or the
+            heap is full.
     """
     return GemmARContext(tiling.number(max_m), tiling.number(n), dtype, group, algo, product)
 
@@ -143,10 +144,9 @@ def call(
             key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": m, "n": n}
 
             def make(wanted: dict[str, int]) -> GemmARContext:
-                alike("gemm_ar", control, sizes)
                 return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
 
-            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE)
+            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE, lambda: alike("gemm_ar", control, sizes, x.dtype))
         validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
         if m == 0 or n == 0:

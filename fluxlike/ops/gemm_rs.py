@@ -86,7 +86,8 @@ def create_gemm_rs_context(
             k-steps (`kernels.gemm_rs_stream_k`).
 
     Raises:
-        ValueError: bad or disagreeing arguments, on all ranks together. RuntimeError: no init, or the heap is full.
+        ValueError, on all ranks: bad arguments, or, as a CallMismatch, not those of another rank. RuntimeError: no init, or the
+            heap is full.
     """
     max_m, n, k = map(tiling.number, (max_m, n, k))
     if resolve(group).spans:

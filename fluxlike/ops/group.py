@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..kernels import sync
-from ..runtime import env, racecheck, world
+from ..runtime import env, programs, racecheck, world
 from ..runtime.calls import CallBoard
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, RaceError, heard, untraced
@@ -423,6 +423,7 @@ class GroupContext(Held):
         """
         if self.world.is_forked:
             return
+        programs.refuse_inside(f"close() of {self.label}")
         with self.control.lock:  # a thread may be in a call
             if not self.closed:
                 self._close()

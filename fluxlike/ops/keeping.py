@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, untraced
@@ -19,9 +21,11 @@ def may_lack_m(error: ValueError, size: str) -> None:
         error.add_note(M_UNSAID)
 
 
-def alike(op: str, control: ControlGroup, sizes: dict[str, int]) -> None:
-    """CallMismatch on all ranks if they make a call of different ``sizes``, before a context is made for it. Collective."""
-    said = control.gather(", ".join([f"{name.removeprefix('max_').upper()}={size}" for name, size in sizes.items()]), op)
+def alike(op: str, control: ControlGroup, sizes: dict[str, int], dtype: torch.dtype) -> None:
+    """CallMismatch on all ranks if they make a call of different ``sizes`` or another ``dtype``, before a context is made for it.
+    Collective."""
+    shown = [f"{name.removeprefix('max_').upper()}={size}" for name, size in sizes.items()]
+    said = control.gather(", ".join([*shown, str(dtype)]), f"making a context for {op}")
     for rank, theirs in zip(control.ranks, said, strict=True):
         if theirs != said[0]:
             rule = "they must be the same on all ranks"
@@ -59,9 +63,16 @@ def in_step(control: ControlGroup) -> None:
 
 
 def kept(
-    key: Hashable, control: ControlGroup, sizes: dict[str, int], make: Callable[[dict[str, int]], Any], most: int
+    key: Hashable,
+    control: ControlGroup,
+    sizes: dict[str, int],
+    make: Callable[[dict[str, int]], Any],
+    most: int,
+    agree: Callable[[], None] = lambda: None,
 ) -> Any:
     """The context that a call without one uses: one for each ``key``, made or grown collectively by ``make``.
+
+    ``agree`` raises on all ranks if they make different calls; it is collective, and comes before what is there is closed.
 
     Sizes are rounded up to a power of two, up to ``most``, so that a model with changing lengths settles quickly. Growing
     synchronises with the other ranks and allocates, which a graph capture cannot: RuntimeError with the remedy.
@@ -83,6 +94,7 @@ def kept(
             "pass a context of fluxlike.create_…_context"
         )
     in_step(control)
+    agree()
     own = wanted = {name: min(1 << max(size - 1, 0).bit_length(), most) for name, size in sizes.items()}
     if context is not None and not context.closed:
         wanted = {name: max(size, getattr(context, name)) for name, size in wanted.items()}

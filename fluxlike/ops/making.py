@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from ..runtime import faking, world
+from ..runtime import faking, programs, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
 
@@ -19,12 +19,13 @@ class Making(type):
     """
 
     def __call__(cls, *args: Any, **named: Any) -> Any:
+        programs.refuse_inside(f"the making of a {cls.__name__}")
         with torch.inference_mode(False), faking.off():
             context: Any = object.__new__(cls)  # type: ignore[arg-type]
             try:
                 context.__init__(*args, **named)
             except BaseException as error:
-                out_of_step = isinstance(error, (PeerTimeout, CallMismatch))
+                out_of_step = isinstance(error, (PeerTimeout, CallMismatch)) and not getattr(error, "met", False)
                 if isinstance(error, (RuntimeError, ValueError)) and not out_of_step:
                     context.unmake()
                 elif context not in getattr(getattr(context, "world", None), "contexts", ()):  # else finalize closes it

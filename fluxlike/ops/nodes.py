@@ -258,8 +258,10 @@ def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, i
     """The context of calls without one."""
 
     def make(wanted: dict[str, int]) -> NodesContext:
-        keeping.alike(op, control, sizes)
-        keeping.as_many(op, control)
         return NodesContext(op, control, dtype, "auto", here, **wanted)
 
-    return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30)
+    def agree() -> None:
+        keeping.alike(op, control, sizes, dtype)
+        keeping.as_many(op, control)
+
+    return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30, agree)

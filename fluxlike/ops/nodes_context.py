@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..kernels.tiles import cdiv, chunk_rows
-from ..runtime import env, world
+from ..runtime import env, programs, world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, heard, untraced
 from . import again, choice, cost, sequential
@@ -260,6 +260,7 @@ class NodesContext(Held):
         """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
         if self.world.is_forked:
             return
+        programs.refuse_inside(f"close() of {self.label}")
         with self.control.lock:  # as there
             if not self.closed:
                 self._close()

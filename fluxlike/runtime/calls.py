@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 from . import shm
 from .control import ControlGroup
-from .errors import CallMismatch, heard, untraced
+from .errors import CallMismatch, heard, mismatch, untraced
 
 CALL, MEETING = 0, 1
 #: Entries of a ring. A GPU's host may be as many launches ahead of another's as the driver queues, about a thousand.
@@ -220,24 +220,24 @@ class CallBoard:
         return Difference(a, b, (_text(ours), _text(theirs)), newest[2] if newest else CALL)
 
     def _error(self, found: Difference | str) -> CallMismatch:
-        """The error of a difference, after this rank's contexts and the waits of all ranks have been ended."""
+        """The error of a difference, behind `stop`."""
         what = found
         if isinstance(found, Difference):
             (a, b), (ours, theirs) = (self._ranks[found.a], self._ranks[found.b]), found.texts
             what = f"rank {a} is at '{ours}' and rank {b} at '{theirs}'"
             if ours == theirs:
                 what = f"ranks {a} and {b} have made different calls before '{ours}'"
-        error = CallMismatch(
-            f"{what}; all ranks of a group must make the same calls, with the same sizes, in the same order. Close the contexts "
-            f"of the group of ranks {self._ranks} and make new ones; calls without a context work again after that, or after "
-            "fluxlike.finalize and fluxlike.init on all ranks"
-        )
+        error = mismatch(str(what), self._ranks)
         heard(error, self._name)
+        self.stop(error)
+        return error
+
+    def stop(self, error: CallMismatch) -> None:
+        """The ranks are out of step, as ``error`` says: end this rank's contexts, and the waits of all ranks in them."""
         self.freeze()
         self.apart = untraced(error)
         for member in list(self.members):
             member.stop(self.apart)
-        return error
 
     def freeze(self) -> None:
         """A call of this rank has failed: no more is written or compared until the next meeting of all ranks."""

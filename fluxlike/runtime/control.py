@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from . import env, faking, wire
-from .errors import CallMismatch, PeerTimeout, heard
+from .errors import CallMismatch, PeerTimeout, heard, mismatch
 from .store import PollingStore
 
 if TYPE_CHECKING:
@@ -80,7 +80,10 @@ class Devices:
     def __init__(self) -> None:
         kind: Any = dist.ProcessGroupGloo  # by the interfaces that torch's own groups would go by
         names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        self._gloo = [kind.create_device(interface=name) for name in names] or [kind.create_default_device()]
+        # all at once, also where TORCH_GLOO_LAZY_INIT has them connect when they are used: a device that does serves one group only
+        self._gloo = [kind.create_device(interface=name, lazy_init=False) for name in names] or [
+            kind.create_default_device(lazy_init=False)
+        ]
 
     def options(self, timeout: timedelta) -> Any:
         """Of a group that uses them; else as by default."""
@@ -175,9 +178,7 @@ class ControlGroup:
             self._store = PollingStore(numbered, self.patience())
             self._devices = devices()
             how = self._devices.options(timedelta(seconds=self.patience()))
-            gloo: Any = dist.ProcessGroupGloo(self._store, self.rank, self.size, how)
-            gloo.barrier().wait()  # with TORCH_GLOO_LAZY_INIT it has not met anybody, who may still look at this rank's number
-            return gloo
+            return dist.ProcessGroupGloo(self._store, self.rank, self.size, how)
         except PeerTimeout:
             raise
         except RuntimeError as error:
@@ -253,7 +254,8 @@ class ControlGroup:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's ``value`` as `wire` has it, in group order. PeerTimeout if a rank does not come.
 
-        CallMismatch if the ranks were not in step before, then with this rank's contexts ended and the ranks in step again.
+        CallMismatch if the ranks were not in step before, or came for different things, then with this rank's contexts ended and
+        the ranks in step again.
         """
         with self.lock, faking.off():
             told = self.board is not None and self.board.frozen
@@ -263,15 +265,22 @@ class ControlGroup:
                 if not told and not (self.board is not None and self.board.knows):
                     raise
                 said = self._meet(value, what)  # this rank has raised before: it waits for those that raise only now
-        for index, (theirs, *_) in enumerate(said):
-            if theirs != what:
-                raise RuntimeError(
-                    f"rank {self.ranks[self.rank]} is at '{what}' and rank {self.ranks[index]} at '{theirs}'; all ranks of the "
-                    "group must make the same collective calls in the same order"
-                )
+        if any(theirs != what for theirs, *_ in said):
+            raise self._elsewhere([theirs for theirs, *_ in said])
         if observer is not None:
             observer.learn([clock for _, _, clock, _ in said])
         return [value for _, value, _, _ in said]
+
+    def _elsewhere(self, whats: list[str]) -> CallMismatch:
+        """The error of ranks that have met and came for different things; the same on all of them."""
+        other = next(index for index, theirs in enumerate(whats) if theirs != whats[0])
+        what = f"rank {self.ranks[0]} is at '{whats[0]}' and rank {self.ranks[other]} at '{whats[other]}'"
+        error = mismatch(what, self.ranks)
+        error.met = True
+        heard(error, self.name)
+        if self.board is not None:
+            self.board.stop(error)
+        return error
 
     def _meet(self, value: Any, what: str) -> list[Any]:
         """What every rank came for, its value, its clocks and its state. CallMismatch if a rank must be told that they differ."""
@@ -392,10 +401,13 @@ class ControlGroup:
             raise error
         for index, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
-                raise ValueError(
+                differ = CallMismatch(
                     f"{what}: rank {self.ranks[0]} has {said[0][0]} and rank {self.ranks[index]} has {theirs}; "
                     "every rank of the group must pass the same arguments"
                 )
+                differ.met = True
+                heard(differ, self.name)
+                raise differ
 
     def close(self) -> None:
         """Drop the connections now, and torch's group, which then ends when torch ends it, though this be kept or part of a cycle.
@@ -409,20 +421,25 @@ class ControlGroup:
         """Wait for every rank of the group, bounded."""
         self.gather(None, what)
 
-    def part(self, what: str) -> tuple[bool, CallMismatch | None]:
+    def part(self, what: str, able: bool = True) -> tuple[bool, CallMismatch | None]:
         """The barrier before ranks go apart, which those out of step meet at, too: whether all came, and what they must be told.
 
-        The error is one that this rank learns of here: it belongs raised, but after the leaving.
+        The error is one that this rank learns of here: it belongs raised, but after the leaving. ``able``: whether this rank's
+        device is done with what they leave; where one's is not, it is as if that rank had not come.
         """
-        mismatch, told = None, self.board is not None and self.board.frozen
+        differ, told = None, self.board is not None and self.board.frozen
         for _ in range(3):  # once found, told to the ranks that do not know, in step again
             try:
-                self.barrier(what)
-                return True, mismatch
+                fails = [rank for rank, can in zip(self.ranks, self.gather(able, what), strict=True) if not can]
+                if fails:
+                    log.warning("rank %d: %s: the device of ranks %s fails", self.ranks[self.rank], what, fails)
+                return not fails, differ
             except CallMismatch as error:
-                mismatch = mismatch or (None if told else error)
+                if error.met:
+                    return False, error
+                differ = differ or (None if told else error)
             except RuntimeError as error:
                 self.missed = self.missed or isinstance(error, PeerTimeout)
                 log.warning("rank %d: %s", self.ranks[self.rank], error)
-                return False, mismatch
-        return False, mismatch
+                return False, differ
+        return False, differ

@@ -66,6 +66,17 @@ class CallMismatch(ValueError):
     """The ranks of a group do different things: other calls, other sizes, another order. The message says who does what."""
 
     fluxlike_passthrough = True
+    #: Whether all ranks had met when they found that they differ, so that each of them raises now, and none comes once more.
+    met = False
+
+
+def mismatch(what: str, ranks: list[int]) -> CallMismatch:
+    """The error of a group of ``ranks`` that differ in ``what``."""
+    return CallMismatch(
+        f"{what}; all ranks of a group must make the same calls, with the same sizes, in the same order. Close the contexts "
+        f"of the group of ranks {ranks} and make new ones; calls without a context work again after that, or after "
+        "fluxlike.finalize and fluxlike.init on all ranks"
+    )
 
 
 class RaceError(RuntimeError):

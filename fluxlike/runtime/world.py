@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from . import env, faking, nodes, racecheck
+from . import env, faking, nodes, programs, racecheck
 from .calls import CallBoard
 from .control import ControlGroup, keep_in_children, key_of
 from .errors import PeerTimeout
@@ -239,11 +239,10 @@ class World:
         unseen: list[Exception] = []
         try:
             done = self._close_contexts(unseen)
-            # in other words where this rank cannot end the heap: then the others must not try
-            everyone, mismatch = self.control.part("fluxlike.finalize" + ("" if done else ", with a device that fails"))
+            everyone, mismatch = self.control.part("fluxlike.finalize", done)
             if mismatch is not None:
-                unseen.append(mismatch)
-            if everyone and done:
+                self._note(mismatch, unseen)
+            if everyone:
                 self.heap.close()
                 self.executor.stop()
         finally:
@@ -274,10 +273,17 @@ class World:
             try:
                 context.close()
             except Exception as error:  # whatever it is, the others, the heap and the connections must be closed, too
-                unseen.append(error)
+                self._note(error, unseen)
             if context.control.missed or context.control.whole.missed:
                 self._hurry()
         return done
+
+    def _note(self, error: Exception, unseen: list[Exception]) -> None:
+        """For `finalize` to raise; but of ranks that end at different places, as where one has failed, a warning will do."""
+        if getattr(error, "met", False):
+            log.warning("rank %d: %s", self.control.ranks[self.rank], error)
+        else:
+            unseen.append(error)
 
     def _hurry(self) -> None:
         """A rank did not come, so the heap cannot end: for what is left to close, who is not there is not waited for again."""
@@ -454,6 +460,7 @@ def finalize() -> None:
     world = _world
     if world is None:
         return
+    programs.refuse_inside("fluxlike.finalize")
     error = sys.exc_info()[1]
     exits = isinstance(error, SystemExit) and error.code in (None, 0)
     if error is not None and world.control.size > 1 and not exits:
