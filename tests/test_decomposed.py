@@ -131,6 +131,7 @@ class Streams:
 
     def __init__(self, monkeypatch):
         self.said, self.current, self.capturing, self.captured_elsewhere = [], "caller's", False, set()
+        self.capture = {}  # of each stream that is captured
         event = SimpleNamespace(record=lambda stream: None, cuda_event=3)
         other = SimpleNamespace(cuda_stream="other", stream_id="other", device_index=0, device_type=1)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -144,6 +145,7 @@ class Streams:
         monkeypatch.setattr(torch._C, "_cuda_setStream", self.switch, raising=False)
         monkeypatch.setattr(driver, "order", self.order)
         monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in self.captured_elsewhere)
+        monkeypatch.setattr(driver, "capture_of", lambda stream: self.capture.get(stream, 0))
 
     def switch(self, stream_id, device_index, device_type):
         assert (device_index, device_type) == (0, 1), "torch would make another device current"
@@ -237,6 +239,29 @@ def test_a_call_on_another_stream_is_behind_the_second_lane(monkeypatch, capturi
         with streams.switched("b"):
             joined.close()
     assert streams.said[-2:] == [f"{name} waits for what other holds" for name in ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "waits"),
+    (
+        ({}, {}, True),
+        ({"caller's": 1, "other": 1}, {"caller's": 1, "other": 1}, True),
+        ({"caller's": 1, "other": 1}, {"caller's": 2}, False),  # the graph that the lane was in has ended
+        ({}, {"caller's": 1}, False),  # what began outside of it
+        ({"caller's": 1, "other": 1}, {}, True),
+    ),
+)
+def test_no_graph_waits_for_what_is_not_in_it(monkeypatch, first, then, waits):
+    """Of a lane that was forked at one time, and is joined, or waited for, at another."""
+    streams, lanes = lanes_of(monkeypatch)
+    streams.capture, streams.capturing = first, bool(first)
+    joined = contextlib.ExitStack()
+    joined.enter_context(lanes.forked())
+    streams.capture, streams.capturing = then, bool(then)
+    for join in (lanes.wait, joined.close):
+        streams.said.clear()
+        join()
+        assert streams.said == ["caller's waits for what other holds"] * waits
 
 
 @pytest.mark.parametrize("fails", (False, True))

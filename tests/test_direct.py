@@ -240,6 +240,25 @@ def test_whether_a_stream_is_captured(driver):
     assert not driver_module.is_capturing(0)
 
 
+def test_which_capture_a_stream_is_in(driver):
+    state = [0, 0]
+
+    def asked(stream, found, number, *others):
+        assert stream == 7 and others == (None,) * 3
+        found._obj.value, number._obj.value = state
+        return 0
+
+    driver.cuStreamGetCaptureInfo_v2 = asked
+    seen = []
+    for state[:] in ((0, 5), (1, 0), (1, 1), (2, 1)):  # none, two under way, the second of no more use
+        seen.append(driver_module.capture_of(7))
+    assert seen[0] == 0 and 0 not in seen[1:] and seen[1] != seen[2] == seen[3]
+    driver.cuStreamGetCaptureInfo_v2 = lambda *args: 700
+    with pytest.raises(RuntimeError, match="cuStreamGetCaptureInfo failed with CUDA_ERROR_OF_THE_TEST"):
+        driver_module.capture_of(7)
+    assert driver_module.capture_of(0) == 0
+
+
 HEADER = Path(triton.__file__).parent / "backends/nvidia/include/cuda.h"
 
 

@@ -113,15 +113,15 @@ def apart_from_their_graph(group):
     """Ids that are started where no graph has them, and a gradient that one has, or the reverse, are refused, and can go on."""
     executor, rank = world.current().executor, dist.get_rank(group)
     weight = torch.zeros(50, 4, device=device(), requires_grad=True)
-    ids, usual = torch.arange(3 + rank, device=device()), executor.is_capturing
+    ids, usual = torch.arange(3 + rank, device=device()), executor.capture
     with fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx, pytest.MonkeyPatch.context() as patch:
 
         def reduced(capturing):
-            patch.setattr(executor, "is_capturing", lambda: capturing)
+            patch.setattr(executor, "capture", lambda: int(capturing))
             try:
                 return fluxlike.sparse_all_reduce(embedding(ids, weight, 0), group=group, mode="padded", ctx=ctx).to_dense()
             finally:
-                patch.setattr(executor, "is_capturing", usual)
+                patch.setattr(executor, "capture", usual)
 
         whole = reduced(False)
         ctx.start_indices(ids)
@@ -129,15 +129,64 @@ def apart_from_their_graph(group):
             reduced(True)
         assert torch.equal(reduced(False), whole)
         ctx.start_indices(ids)
-        ctx._pending = ctx._pending._replace(captured=True)
+        ctx._pending = ctx._pending._replace(capture=2)
         with pytest.raises(ValueError, match="ids were started in a CUDA graph and their gradient is not"):
             reduced(False)
+        with pytest.raises(ValueError, match="ids were started in another CUDA graph than their gradient"):
+            reduced(True)
         ctx.cancel_indices()
         assert torch.equal(reduced(False), whole)
 
 
 def test_ids_ahead_of_another_graph():
     run_ranks(apart_from_their_graph, 2)
+
+
+def left_in_a_graph(group):
+    """Ids whose gradient does not come in the graph that has them, or that were started before one: later graphs go on without."""
+    rank = dist.get_rank(group)
+    weight, x = torch.zeros(50, 4, device=device(), requires_grad=True), torch.ones(64, 64, device=device()).bfloat16()
+    ids = torch.arange(3 + rank, device=device())
+    with (
+        fluxlike.create_sparse_all_reduce_context(weight.shape, 12, group=group) as ctx,
+        fluxlike.create_gemm_rs_context(64, 64, group=group) as product,
+    ):
+        grad = embedding(ids, weight, 0)
+        values, where = grad._values().clone(), grad._indices().clone()
+
+        def reduced(start):
+            if start:
+                ctx.start_indices(ids)
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                made = torch.sparse_coo_tensor(where, values, weight.shape)
+            return fluxlike.sparse_all_reduce(made, group=group, mode="padded", ctx=ctx)
+
+        whole, multiplied = reduced(True).to_dense(), fluxlike.gemm_rs(x, x, product)
+        graphs, results = [torch.cuda.CUDAGraph() for _ in range(4)], []
+        for turn, graph in enumerate(graphs):
+            if turn == 3:
+                ctx.start_indices(ids)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                if turn == 0:
+                    ctx.start_indices(ids)
+                elif turn > 1:
+                    ctx.cancel_indices()
+                    results.append(reduced(turn == 2))
+                results.append(fluxlike.gemm_rs(x, x, product))
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+        for y in results:
+            assert torch.equal(*((y.to_dense(), whole) if y.is_sparse else (y, multiplied)))
+        ctx.check()
+        product.check()
+        assert torch.equal(reduced(True).to_dense(), whole)
+
+
+@pytest.mark.gpu
+def test_ids_that_are_left_in_a_graph():
+    run_ranks(left_in_a_graph, 2)
 
 
 @pytest.mark.gpu

@@ -66,8 +66,8 @@ class Pending(NamedTuple):
     read: Callable[[], list[int]]
     #: Ends the fork of the stream on which it runs.
     joined: ExitStack
-    #: A CUDA graph has it.
-    captured: bool
+    #: The number of the capture whose graph has it, or 0.
+    capture: int
 
 
 class SparseAllReduceContext(EpochContext):
@@ -154,20 +154,20 @@ class SparseAllReduceContext(EpochContext):
                     table = sparse_index.shard(self, messages, chunk_rows(table_rows, self.size))
                 else:
                     table = sparse_index.table(self, messages, self.owned)
-                capturing = self.world.executor.is_capturing()
-                read = list if capturing else self.world.executor.read_later(table.meta)
+                capture = self.world.executor.capture()
+                read = list if capture else self.world.executor.read_later(table.meta)
         except BaseException as error:
             joined.close()
             self._broken(error)
             raise
 
         def wait() -> None:
-            if self.world.executor.is_capturing() == capturing:  # a captured stream cannot wait for one outside, nor the reverse
+            if self.world.executor.capture() == capture:  # a captured stream cannot wait for one outside, nor the reverse
                 self._lanes.wait()
 
         self.world.ahead.append(wait)
         joined.callback(self.world.ahead.remove, wait)
-        return Pending(ids, capacity, local, table, read, joined, capturing)
+        return Pending(ids, capacity, local, table, read, joined, capture)
 
     def _gather(self, x: torch.Tensor, y: torch.Tensor) -> None:
         if self.size == 1:
@@ -180,10 +180,12 @@ class SparseAllReduceContext(EpochContext):
 
     def pending_of(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """The exchange of these ids: that which was started with them, or one that begins now."""
-        capturing, pending = self.world.executor.is_capturing(), self._pending
+        capture, pending = self.world.executor.capture(), self._pending
         name = SCATTER if scatter else NAME
-        if pending is not None and pending.captured != capturing:
-            where = "in a CUDA graph and their gradient is not" if pending.captured else "before the CUDA graph of their gradient"
+        if pending is not None and pending.capture != capture:
+            where = "before the CUDA graph of their gradient"
+            if pending.capture:
+                where = f"in {'another CUDA graph than their gradient' if capture else 'a CUDA graph and their gradient is not'}"
             raise ValueError(f"{name}: ids were started {where}; call start_indices where that is, or cancel_indices first")
         self._pending = None
         if pending is None:
@@ -196,7 +198,7 @@ class SparseAllReduceContext(EpochContext):
                     "of the gradient, in its order"
                 )
         pending.joined.close()
-        if not capturing:  # a graph keeps its memory to itself
+        if not capture:  # a graph keeps its memory to itself
             for made in (pending.local.order, pending.local.starts, *pending.table):  # on the stream of the exchange
                 self.world.executor.in_use(made)
         if pending.ids is not ids:

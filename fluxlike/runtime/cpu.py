@@ -206,6 +206,9 @@ class CpuExecutor:
     def is_capturing(self) -> bool:
         return False
 
+    def capture(self) -> int:
+        return 0
+
     def on_same_stream(self, last: Any) -> Any:
         return None
 

@@ -55,10 +55,10 @@ class CudaLanes(Lanes):
             yield
         finally:  # also after an error: what the other stream works on may be freed
             with self._executor.current():
-                self._order(self._raw, current)
                 now = streams.current(self._device)
-                if now != current:  # ids may be started on another one, which the caller has ordered before this one already
-                    self._order(self._raw, now)
+                # ids may be started on another one, which the caller has ordered before this one already
+                for stream in (current, now) if now != current else (current,):
+                    self._join(stream)
                 if not torch.cuda.is_current_stream_capturing():
                     self._callers |= {current, now}
 
@@ -75,7 +75,13 @@ class CudaLanes(Lanes):
 
     def wait(self) -> None:
         with self._executor.current():
-            self._order(self._raw, streams.current(self._device))
+            self._join(streams.current(self._device))
+
+    def _join(self, stream: int) -> None:
+        """``stream`` waits for the other one, but not where a graph is captured of one of the two alone: a graph cannot wait for
+        what is outside of it, nor for what is in one whose capture has ended."""
+        if driver.capture_of(self._raw) == driver.capture_of(stream):
+            self._order(self._raw, stream)
 
 
 class CudaPuts:
@@ -356,6 +362,10 @@ class CudaExecutor:
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
+    def capture(self) -> int:
+        """The number of the capture that the current stream is part of, or 0."""
+        return driver.capture_of(streams.current(self.device)) if self.is_capturing() else 0
+
     def on_same_stream(self, last: Any) -> Any:
         """Order this call behind the context's last one when the caller has changed streams; returns today's stream.
 
@@ -394,8 +404,8 @@ class CudaExecutor:
         """
         with self.current():  # the driver's copies go by the current device
             engine.fork()
-            launch()
             try:
+                launch()
                 engine.queue(key, queue)
                 then()
             finally:  # also after an error, or an interrupt between two copies: what is copied may be freed

@@ -24,6 +24,7 @@ _TYPES: dict[str, list[Any]] = {
     "cuStreamCreateWithPriority": [_POINTER, _NUMBER, ctypes.c_int],
     "cuStreamSynchronize": [_POINTER],
     "cuStreamIsCapturing": [_POINTER, _POINTER],
+    "cuStreamGetCaptureInfo_v2": [_POINTER] * 6,
     "cuStreamDestroy_v2": [_POINTER],
     "cuStreamBeginCapture_v2": [_POINTER, _NUMBER],
     "cuStreamEndCapture": [_POINTER, _POINTER],
@@ -126,6 +127,16 @@ def is_capturing(stream: int) -> bool:
     status = ctypes.c_int()
     check(library().cuStreamIsCapturing(stream, ctypes.byref(status)), "cuStreamIsCapturing")
     return status.value != 0
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that a stream is part of, which no other has; 0 where it is part of none."""
+    if stream == 0:
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = library().cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    check(found, "cuStreamGetCaptureInfo")
+    return 1 + number.value if status.value else 0
 
 
 def captured(stream: int, queue: Callable[[], None]) -> int:

@@ -201,6 +201,9 @@ class DryExecutor:
     def is_capturing(self) -> bool:
         return False
 
+    def capture(self) -> int:
+        return 0
+
     def on_same_stream(self, last: Any) -> Any:
         return None
 
