@@ -171,7 +171,7 @@ GRAPHS = {
         (4, K), lambda x, w, v, u, b, g: gathered(x, 0, g).view(-1, K // 2) @ w.T[: K // 2], 1, 0, "no product takes"),
     "the first rows only": (
         (3, 4, K),
-        lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g)[: g.size()].split(1), 1), w), 1, 0, "no product takes"),
+        lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g)[: g.size()].split(1), 1), w), 1, 0, "is cut behind"),
     "of two gathers": ((3, 4, K), lambda x, w, v, u, b, g: F.linear(of_two(x, g), w), 2, 0, "no product takes"),
     "chunks along another dimension": (
         (3, 4, K), lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g).chunk(g.size(), 1)), w), 1, 0, "no product takes"),
@@ -186,6 +186,11 @@ GRAPHS = {
     "chunks side by side": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.cat((x @ w).chunk(2), 1), 0, g), 1, 0, "neither a product"),
     "a chunk used elsewhere": ((3, ROWS, N), lambda x, w, v, u, b, g: chunk_elsewhere(x, u, g), 1, 0, "used elsewhere"),
+    "rows that are cut off": (
+        (3, 4, K), lambda x, w, v, u, b, g: F.linear(torch.cat(gathered(x, 0, g).split(3), 1)[:, :-1], w), 1, 0, "is cut behind"),
+    "rows that are added": (
+        (ROWS - 1, N),
+        lambda x, w, v, u, b, g: scattered(torch.cat([(y := x @ w)[:4], F.pad(y[4:], (0, 0, 0, 1))]), 0, g), 1, 0, "is padded"),
     "twice the same": ((ROWS, N), lambda x, w, v, u, b, g: scattered((y := x @ w) + y, 0, g), 1, 0, "adds one product to itself"),
     "one of several results": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered(torch.cat([x.topk(4, 0)[0]] * g.size()), 0, g), 1, 0, "neither a product"),
@@ -204,9 +209,9 @@ GRAPHS = {
         (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x[:1] @ w, 0, g), 1, 0, "neither a product"),
     "a sum in two dtypes": (
         (ROWS, N), lambda x, w, v, u, b, g: scattered(x @ w + x.half() @ w.half(), 0, g), 1, 0, "['torch.float16', 'torch.f"),
-    "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "neither a product"),
+    "cast before": ((ROWS, N), lambda x, w, v, u, b, g: scattered((x @ w).half(), 0, g), 1, 0, "in another dtype"),
     "cast to more before": (
-        (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "neither a product"),
+        (ROWS, N), lambda x, w, v, u, b, g: scattered((x.half() @ w.half()).float(), 0, g), 1, 0, "in another dtype"),
     "columns": ((N, ROWS), lambda x, w, v, u, b, g: scattered(x.T @ w, 0, g), 1, 1, ""),
     "a bias of each": ((3, ROWS, K), lambda x, w, v, u, b, g: scattered(F.linear(x, w, b), 1, g), 1, 1, ""),
     "several biases, some alike": (

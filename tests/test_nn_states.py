@@ -145,6 +145,36 @@ def test_copies_of_layers_that_were_compiled():
     run_ranks(compiled_in_place, 2)
 
 
+class Doubled(nn.Module):
+    """A parametrization, of each element alone."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+@on_device
+def parametrized(group):
+    """Copies of layers whose weights are made of others, which torch lets nobody pickle."""
+    mesh = DeviceMesh.from_group(group, device().type)
+    _, _, shard = both(group)
+    styled, shared = parallel(model(), mesh), parallel(model(), mesh, shared=True)
+    row = fluxlike.nn.RowParallelLinear(INNER, HIDDEN, group=group)
+    narrow = torch.randn(2, 4, INNER // 2)
+    made = (styled, styled.down, shard), (styled, styled.gate, shard), (shared, shared.up, shard), (row, row, narrow)
+    for whole, layer, given in made:
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+        expected, other = whole(given), copy.deepcopy(whole)
+        close(other(given), expected, "a copy")
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert torch.equal(whole(given), expected) and not torch.equal(other(given), expected), "a copy has weights of its own"
+
+
+def test_copies_of_layers_that_are_parametrized():
+    run_ranks(parametrized, 2)
+
+
 @on_device
 def elsewhere(group):
     """The name of a group is that of another one in another job."""

@@ -8,8 +8,9 @@ Tokens are rows to the operations, and a rank's rows lie together: its part of t
 of the whole brings rows from rank-major to batch-major order, or back.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -238,6 +239,13 @@ class InGroup(nn.Module):
                 f"is rank {dist.get_rank(group)}; let each rank pickle its own, and load that"
             )
         super().__setstate__(state | {"group": group})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Of the same group, as it is the same job. A parametrization, which takes the pickle away, would copy the group, too."""
+        copied = memo[id(self)] = self.__new__(type(self))
+        memo[id(self.group)] = self.group
+        nn.Module.__setstate__(copied, copy.deepcopy(super().__getstate__(), memo))
+        return copied
 
 
 class _Layer(InGroup):

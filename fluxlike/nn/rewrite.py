@@ -57,6 +57,10 @@ from .patterns import (
 OTHERWISE = "is scaled, or has a bias that is not one number for each column"
 #: Torch's einsum of a weight is a bmm, of which neither this nor torch's own pass takes any.
 NO_PRODUCT = "no product takes what is gathered, of those that nn.Linear and matmul of a weight with two dimensions make"
+#: DTensor pads parts to one length, and a graph does not tell which rows are no one's.
+CUT = "what is gathered is cut behind that, as where the ranks do not divide the sequence"
+PADDED = "is padded, as where the ranks do not divide the sequence"
+RECAST = "is a product in another dtype, as in front of what autocast left in float32"
 #: What `wait_once` leaves apart.
 SEVERAL = "what it gathers is made whole several times, and the program gets more than one of these, or one is written to"
 
@@ -268,7 +272,8 @@ def replace_gather(rewrite: Rewrite, gather: Node) -> int:
         views, products = _products(whole)
     if not products:
         other = next((user for node in (whole, *views) for user in node.users if unlike_ours(user)), None)
-        raise Left(f"the product {other} {OTHERWISE}" if other else NO_PRODUCT)
+        cut = [user for user in whole.users if user.target is aten.slice.Tensor and arguments(user)[2] in (None, 0)]
+        raise Left(f"the product {other} {OTHERWISE}" if other else CUT if cut == list(whole.users) else NO_PRODUCT)
     if dim == value(whole).dim() - 1:
         raise Left("it gathers the features, along which the product sums")
     order = {node: i for i, node in enumerate(rewrite.graph.nodes)}
@@ -453,8 +458,7 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
     if product is None and not keeps_rows(node):
         added = node.target is aten.add.Tensor and not node.kwargs and all(isinstance(n, Node) for n in node.args)
         if not added or not all(same(shape(n), shape(node)) for n in node.args):  # type: ignore[arg-type]
-            why = OTHERWISE if unlike_ours(node) else "is neither a product nor a sum of products"
-            raise Left(f"what it scatters, {node}, {why}")
+            raise Left(f"what it scatters, {node}, {_unlike_a_sum(node)}")
     if not set(node.users) <= users:
         raise Left(f"{node} is not only scattered, but used elsewhere, too")
     if product is not None:
@@ -467,6 +471,17 @@ def _summed(node: Node, users: set[Node], products: list[Product]) -> list[Node]
     for n in inputs:
         path += _summed(n, {node}, products)  # type: ignore[arg-type]
     return path
+
+
+def _unlike_a_sum(node: Node) -> str:
+    """Why a node is no product, and no sum of products."""
+    if node.target is CAST and product_of(node.args[0]) is not None:  # type: ignore[arg-type]
+        return RECAST
+    if node.target is aten.cat.default and any(
+        getattr(part, "target", None) is aten.constant_pad_nd.default for part in arguments(node)[0]
+    ):
+        return PADDED
+    return OTHERWISE if unlike_ours(node) else "is neither a product nor a sum of products"
 
 
 def _bias(rewrite: Rewrite, products: list[Product], group: str) -> Node | None:

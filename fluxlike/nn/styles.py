@@ -59,8 +59,8 @@ class _Style(ParallelStyle):
         if others := [parameter for parameter in parameters if parameter not in module._parameters]:
             raise ValueError(
                 f"{name}: {', '.join(others)} of the module is no parameter of its own, as under a parametrization, weight_norm, "
-                "spectral_norm or pruning; take that off before (parametrize.remove_parametrizations, prune.remove), or shard the "
-                "module first"
+                "spectral_norm or pruning; take that off before (parametrize.remove_parametrizations, prune.remove). A module "
+                "that is sharded may have a parametrization that makes each element of the weight of that element alone"
             )
 
     def _take(self, module: nn.Module, mesh: DeviceMesh, kind: type, size: str, layouts: dict[str, Placement]) -> nn.Module:
