@@ -1,4 +1,4 @@
-"""fluxlike.nn: states put into layers, copies on disk, the meta device, modes of dispatch, checkpoints in what is compiled."""
+"""fluxlike.nn: states put into layers, copies on disk, the meta device, modes of dispatch."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from ranks import device, run_ranks
-from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel, part_of
+from test_nn import HIDDEN, INNER, Sharded, close, model, on_device, parallel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -498,64 +498,6 @@ def drawn_under_fsdp(group):
 
 def test_layers_are_drawn_under_fsdp():
     run_ranks(drawn_under_fsdp, 4, makes_groups=True)
-
-
-@on_device
-def compiled_checkpoints(group):
-    """What the docs say: a checkpoint in what is compiled keeps the results of the calls, and makes the rest again."""
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    mesh = DeviceMesh.from_group(group, device().type)
-    models, _, shard = both(group)
-    ops = [torch.ops.fluxlike.ag_gemm.default, torch.ops.fluxlike.gemm_rs.default]
-    keep = partial(create_selective_checkpoint_contexts, ops)
-    torch._dynamo.reset()
-    for ours in (models[0], parallel(model(), mesh)):
-        fast = torch.compile(
-            lambda x, ours=ours: checkpoint(ours, x, use_reentrant=False, context_fn=keep), fullgraph=True, backend="aot_eager"
-        )
-        grads = []
-        for run in (ours, fast):
-            ours.zero_grad()
-            run(shard).square().sum().backward()
-            grads.append([p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in ours.parameters()])
-        for a, b in zip(*grads, strict=True):
-            close(a, b, "a checkpoint, compiled")
-
-
-def test_checkpoints_in_what_is_compiled():
-    run_ranks(compiled_checkpoints, 2)
-
-
-def compiled_tokens(group):
-    """What the docs say: tokens of changing number, which the ranks do not share evenly, in one graph for any number of them."""
-    mesh = DeviceMesh.from_group(group, device().type)
-    with device():
-        whole, styled, ours = model(), parallel(model(), mesh, local=False), Sharded(model(), group, 0, False)
-    whole.norm = styled.norm = ours.norm = nn.Identity()
-    torch._dynamo.reset()
-    styled, ours = (torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True) for one in (styled, ours))
-    with torch._functorch.config.patch(donated_buffer=not torch.__version__.startswith(("2.10.", "2.11."))):
-        any_number(whole, styled, ours, mesh)
-
-
-def any_number(whole, styled, ours, mesh):
-    size, rank = mesh.size(), mesh.get_local_rank()
-    for tokens in (7, 8, 6, 5, 2, 3):
-        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens)).to(device()).requires_grad_()
-        y = whole(x)
-        y.square().sum().backward()
-        spread = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
-        z = styled(spread)
-        z.to_local().square().sum().backward()
-        close(z.full_tensor(), y, f"{tokens} tokens")
-        close(spread.grad.full_tensor(), x.grad, f"gradient of {tokens} tokens")
-        close(ours(spread.detach().to_local(), tokens), part_of(y, 0, size, rank), f"{tokens} tokens of a layer")
-
-
-@pytest.mark.slow
-def test_tokens_of_changing_number_in_what_is_compiled():
-    run_ranks(compiled_tokens, 2)
 
 
 @on_device
