@@ -242,6 +242,7 @@ class InGroup(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Of the same group, as it is the same job. A parametrization, which takes the pickle away, would copy the group, too."""
+        world.ranks_of(self.group)  # it may have ended
         copied = memo[id(self)] = self.__new__(type(self))
         memo[id(self.group)] = self.group
         nn.Module.__setstate__(copied, copy.deepcopy(super().__getstate__(), memo))
