@@ -352,8 +352,8 @@ def test_programs_whose_ranks_share_gpus_start_nvshmem_in_turn(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("limit", (0.2, 20))
-def test_a_turn_is_waited_for_no_longer_than_ranks_wait(monkeypatch, tmp_path, limit):
-    """A lock that another program holds on to is gone past behind half of the limit, and one that it gives up is taken."""
+def test_a_turn_is_waited_for_no_longer_than_ranks_wait(monkeypatch, caplog, tmp_path, limit):
+    """A lock that another program holds on to is gone past behind half of the limit, and that is told; one given up is taken."""
     monkeypatch.setattr(nvshmem, "_SHARED", str(tmp_path))
     monkeypatch.setenv("FLUXLIKE_RANKS_PER_GPU", "2")
     monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", str(limit))
@@ -365,6 +365,7 @@ def test_a_turn_is_waited_for_no_longer_than_ranks_wait(monkeypatch, tmp_path, l
     with nvshmem._turn(fcntl.LOCK_EX):
         assert 0.09 < time.monotonic() - start < 9
         assert not is_free(tmp_path, fcntl.LOCK_SH)
+    assert ("status 255, start programs whose ranks share a GPU one after the other" in caplog.text) == (limit < 1)
     if limit < 1:
         os.close(other)
     assert is_free(tmp_path, fcntl.LOCK_EX)

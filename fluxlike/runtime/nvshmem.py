@@ -8,6 +8,7 @@ processing elements, not over a sub-group; so a segment belongs to the world, an
 import contextlib
 import fcntl
 import functools
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from . import env
 from .control import ControlGroup
 from .errors import PeerTimeout
 from .heap import shown
+
+log = logging.getLogger("fluxlike")
 
 DEFAULT_BYTES = 1 << 30
 
@@ -63,11 +66,17 @@ def _turn(how: int) -> Iterator[None]:
             lock = os.open(_SHARED, os.O_RDONLY | os.O_CLOEXEC)
             held.callback(os.close, lock)  # which gives the lock back
             end = time.monotonic() + env.timeout_s() / 2
-            while time.monotonic() < end:
+            while True:
                 try:
                     fcntl.flock(lock, how | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
+                    if time.monotonic() > end:
+                        log.warning(
+                            "another program has held its lock on %s for half of FLUXLIKE_TIMEOUT_S, and this one goes on; should "
+                            "it end with status 255, start programs whose ranks share a GPU one after the other", _SHARED,
+                        )  # fmt: skip
+                        break
                     time.sleep(0.01)
         yield
 
