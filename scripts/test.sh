@@ -72,6 +72,10 @@ fx_needs=(pytest pytest_timeout hypothesis)
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
   full) fx_needs+=(coverage) ;;
+  gpu)
+    [ "${FLUXLIKE_TEST_HEAP:-nvshmem}" != nvshmem ] || [ "$(gpu_count)" -gt 0 ] ||
+      die "gpu needs a GPU and there is none${CUDA_VISIBLE_DEVICES+ with CUDA_VISIBLE_DEVICES='$CUDA_VISIBLE_DEVICES'}; leave gpu out for the tests that need none, or set FLUXLIKE_TEST_HEAP=shm to run the ranks on the CPU."
+    ;;
 esac
 find_python "${fx_needs[@]}"
 cd "$fx_root"

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import conftest
 import pytest
@@ -199,6 +200,19 @@ def test_no_rank_outlives_the_gpu_tests(tmp_path, given, started, how, status):
     while alive := [pid for pid in found if os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("heap", "status"), (("", 2), ("nvshmem", 2), ("shm", 0)))
+def test_the_gpu_tests_without_a_gpu(tmp_path, heap, status):
+    """Said once, before a rank begins; with the other heap they run on the CPU."""
+    python = f'case "$2" in */scripts/run.py | pytest) echo "$*" >>{tmp_path}/ran ;; *) exec {sys.executable} "$@" ;; esac'
+    env = with_stand_ins(tmp_path, {"nvidia-smi": "echo 'GPU 0: a'", "python": python})
+    env |= {"CUDA_VISIBLE_DEVICES": "-1", "FLUXLIKE_TEST_HEAP": heap}
+    command = ["bash", "scripts/test.sh", "gpu", "-k", "some"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status and (tmp_path / "ran").exists() == (status == 0), done
+    said = "test.sh: gpu needs a GPU and there is none with CUDA_VISIBLE_DEVICES='-1'; leave gpu out"
+    assert not status or (done.stderr.startswith(said) and done.stderr.count("\n") == 1)
 
 
 def test_what_launch_refuses():
