@@ -56,4 +56,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        ended = main()
+    except KeyboardInterrupt:  # Ctrl-C is no fault; Python then ends itself by the signal, which shells know as status 130
+        sys.excepthook = lambda *_: None
+        raise
+    sys.exit(ended)

@@ -7,16 +7,13 @@ import logging
 import signal
 import sys
 import tempfile
-
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typing import Any
 
 #: What it logs of an end, a line a rank, before the error: the line of ours says it.
 SAID = ("Sending process %s closing signal", "failed (exitcode: %s)")
 
 
-def first(failures: dict[int, ProcessFailure]) -> int:
+def first(failures: dict[int, Any]) -> int:
     """The rank that failed by itself: the others are ended by SIGTERM, often within the second that the times are told in."""
     return min(failures, key=lambda rank: (failures[rank].exitcode == -signal.SIGTERM, failures[rank].timestamp))
 
@@ -35,6 +32,18 @@ def misplaced(arguments: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     misplaced(arguments)
+    try:
+        return launched(arguments)
+    except KeyboardInterrupt:  # while torch is imported, or torchrun waits for other hosts
+        return end(f"ended by {name_of(signal.SIGINT)}", 128 + signal.SIGINT)
+
+
+def launched(arguments: list[str]) -> int:
+    """The exit status."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(lambda record: not str(record.msg).startswith(SAID))
     try:

@@ -1,5 +1,6 @@
 """The doctor: run as a user runs it, on machines that lack things. Its judgement on made-up facts: tests/test_doctor_facts.py."""
 
+import functools
 import json
 import os
 import re
@@ -179,6 +180,17 @@ def test_a_disk_that_is_full(tool, unbuffered):
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=200, env=environment)
     says = f"python -m fluxlike {tool.split()[0]}: what it prints cannot be written: No space left on device\n"
     assert done.returncode == 1 and done.stderr == says, done
+
+
+def test_ctrl_c():
+    """The tool ends by the signal, which a shell knows as status 130 and ends its loops by, and says nothing."""
+    command = [sys.executable, "-m", "fluxlike", "topo", "--all", "--random", "500"]
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=heeds, **pipes)
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "" and process.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(("closed", "status"), [(">&-", 0), ("2>&-", 0), (">&- 2>&-", 0), ("--no-such 2>&-", 2)])

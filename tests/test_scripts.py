@@ -1,5 +1,6 @@
 """The scripts: nothing of theirs reaches the program that they start, and nothing that the caller exported is taken for theirs."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -275,6 +276,25 @@ def test_launch_ends_as_the_rank_did(tmp_path, how, status, said):
     assert not list(folder.iterdir()), "torchrun leaves what it makes there"
     lines = [line for line in done.stderr.splitlines() if "death signal" not in line]  # torchrun's own, of one that it gets
     assert lines == ["why", f"launch.sh: {said}"]
+
+
+@pytest.mark.parametrize("early", slow.behind(1, [True, False]))
+def test_ctrl_c_prints_no_traceback(tmp_path, early):
+    """While torch is imported, and while ranks run."""
+    program = tmp_path / "program.py"
+    program.write_text("import time\nprint('runs', flush=True)\ntime.sleep(60)\n")
+    command = ["bash", "scripts/launch.sh", "--nproc", "2", "-m", "fluxlike", "racecheck", str(program)]
+    env = {**os.environ, "FLUXLIKE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, preexec_fn=heeds, **pipes) as it:
+        while early and "torch" not in Path(f"/proc/{it.pid}/maps").read_text():
+            time.sleep(0.01)
+        assert early or it.stdout.readline() == it.stdout.readline() == "runs\n"
+        it.send_signal(signal.SIGINT)
+        said = it.communicate(timeout=60)[1]
+    lines = [line for line in said.splitlines() if "death signal" not in line]  # torchrun's own
+    assert (it.returncode, lines) == (130, ["launch.sh: ended by SIGINT"])
 
 
 @pytest.mark.parametrize(("tool", "full"), slow.behind(1, [("bench", False), ("links", False), ("bench", True)]))

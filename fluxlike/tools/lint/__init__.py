@@ -11,11 +11,12 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -40,12 +41,23 @@ def check_all(capabilities: Sequence[int] = CAPABILITIES, named: str = "", jobs:
         others = set(multiprocessing.active_children())
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin, (folder,)) as pool:
             try:
-                for coming in [pool.submit(check, *one) for one in work]:
+                for coming in _submitted(pool, work):
                     yield from coming.result()
             except BaseException:  # also where nobody wants the rest, which takes minutes
                 for process in set(multiprocessing.active_children()) - others:
                     process.terminate()
                 raise
+
+
+def _submitted(pool: ProcessPoolExecutor, work: Sequence[Any]) -> list[Future[Sequence[Report]]]:
+    """`check` of all this, begun. The processes of the pool do not see Ctrl-C, which a terminal sends to them, too: the parent ends
+    them, and they would each say a traceback. They start here, and have what is blocked from the thread that starts them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return [pool.submit(check, *one) for one in work]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin(folder: str) -> None:
