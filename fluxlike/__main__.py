@@ -7,7 +7,7 @@ import signal
 import sys
 
 from . import __version__
-from .tools.once import Parser, cannot_print
+from .tools.once import Parser, cannot_print, speaks
 
 # tool: what it does. The tool's module is fluxlike.tools.<tool>; its `main(argv)` returns the exit status.
 TOOLS = {
@@ -40,6 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fluxlike {__version__}")
     parser.add_argument("tool", choices=list(TOOLS), metavar="TOOL", help="one of the tools below; TOOL --help says more")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the tool's own arguments")
+    if not (sys.argv[1:] if argv is None else argv):
+        if speaks():
+            parser.print_help(sys.stderr)  # an error's usage would leave the tools out
+        return 2
     asked = parser.parse_args(argv)
     try:
         status: int = importlib.import_module(f"fluxlike.tools.{asked.tool}").main(asked.args)

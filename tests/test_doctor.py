@@ -18,6 +18,7 @@ from test_doctor_facts import healthy, whats
 from test_lint_signals import living
 
 import fluxlike
+from fluxlike.__main__ import TOOLS
 from fluxlike.runtime import env
 from fluxlike.tools import doctor, machine
 from fluxlike.tools.machine import parse_topology
@@ -291,8 +292,16 @@ def test_the_version():
     assert done.stdout == f"fluxlike {fluxlike.__version__}\n"
 
 
+@pytest.mark.parametrize(("arguments", "status"), (([], 2), (["--help"], 0)))
+def test_the_tools_are_listed(arguments, status):
+    done = subprocess.run([sys.executable, "-m", "fluxlike", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    said, nothing = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
+    assert done.returncode == status and not nothing
+    assert all(f"\n  {name} " in said and what in said for name, what in TOOLS.items())
+
+
 def test_unknown_option_and_tool():
-    for arguments in (["doctor", "--nope"], ["nope"], []):
+    for arguments in (["doctor", "--nope"], ["nope"]):
         done = subprocess.run([sys.executable, "-m", "fluxlike", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100)
         assert done.returncode == 2 and "usage: python -m fluxlike" in done.stderr
 
