@@ -215,7 +215,7 @@ def test_what_cannot_be_split():
     rs, ag, ar, reduce, sparse, part = (
         bench.KINDS[op] for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "sparse_all_reduce", "all_gather")
     )
-    assert part.unfit(Size(24), 3) is None and part.unfit(Size(24), 4) == "24 bytes are no multiple of 4 for each rank"
+    assert part.unfit(Size(24), 3) is None and part.unfit(Size(24), 4) == "24 bytes are no multiple of 16, which is 4 for each rank"
     assert sparse.unfit(None, 7) is None
     assert ar.unfit(Shape(15, 5, 16), 4) is None and ar.unfit(Shape(16, 16, 10), 4).startswith("R=4 does not divide K=10;")
     assert rs.unfit(Shape(16, 5, 16), 4) is None
@@ -223,6 +223,11 @@ def test_what_cannot_be_split():
     assert rs.unfit(Shape(16, 16, 10), 4).startswith("R=4 does not divide K=10;")
     assert ag.unfit(Shape(15, 10, 16), 4).startswith("R=4 does not divide M=15 and N=10;")
     assert reduce.unfit(Size(12), 5) is None and reduce.unfit(Size(6), 2) == "6 bytes are no multiple of 4"
+
+
+def test_what_one_rank_has_all_of_is_not_split():
+    for op in ("reduce", "broadcast"):
+        assert bench.KINDS[op].unfit(Size(100), 3) is None and bench.KINDS[op].unfit(Size(6), 3) == "6 bytes are no multiple of 4"
 
 
 def test_sizes():
@@ -288,6 +293,35 @@ def test_rounds_of_long_calls(mode, ms, rounds, monkeypatch):
 # the command line
 
 
+def test_a_method_for_machines_without_gpus(capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.parse(["gemm_rs", "--methods", "auto,reference"], cuda=True)
+    assert end.value.code == 2 and "'reference' is for machines without GPUs; give some of gemm, torch" in capsys.readouterr().err
+
+
+#: How the ranks are spread, as torchrun and the user say it, and on how many nodes that is.
+SPREADS = [({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 2), ({"FLUXLIKE_VIRTUAL_NODES": "2"}, 2), ({"WORLD_SIZE": "4"}, 0)]
+SPREADS += [({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "FLUXLIKE_VIRTUAL_NODES": "2"}, 4), ({}, 0)]
+SPREADS += [({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, 1)]
+
+
+@pytest.mark.parametrize("op", ("all_reduce", "sparse_all_reduce", "gemm_ar", "gemm_rs"))
+@pytest.mark.parametrize(("spread", "nodes"), SPREADS)
+def test_operations_that_stay_on_one_node(op, spread, nodes, monkeypatch, capsys):
+    """Refused before anything starts; where nobody says on how many nodes the ranks are, fluxlike.init finds out."""
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "FLUXLIKE_VIRTUAL_NODES", "LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in spread.items():
+        monkeypatch.setenv(name, value)
+    if nodes < 2 or op == "gemm_rs":
+        between = ["--methods", "apart"] if op == "gemm_rs" and nodes != 1 else []
+        assert bench.parse([op, *between], cuda=False).methods
+    else:
+        with pytest.raises(SystemExit) as end:
+            bench.parse([op], cuda=False)
+        assert end.value.code == 2 and f"the ranks are on {nodes} nodes, and bench {op} works on one; " in capsys.readouterr().err
+
+
 def test_defaults():
     on_gpus, on_cpus = bench.parse(["gemm_rs"], cuda=True), bench.parse(["gemm_rs"], cuda=False)
     assert on_gpus.suite == "headline" and on_cpus.suite == "toy"
@@ -325,7 +359,9 @@ def test_defaults():
         (["--iters", "0"], "above 0"),
         (["--graph"], "needs GPUs"),
         (["--methods", "auto,magic"], "'magic' is not one of reference"),
-        (["--methods", "torch"], "'torch' is not one of"),
+        (["--methods", "torch"], "'torch' needs a GPU; give some of reference"),
+        (["--methods", "torch,async_tp,magic"], "'magic' is not one of"),
+        (["--methods", "auto,apart"], "'apart' is for ranks on several nodes, and these are on one; start it over --nnodes"),
         (["--methods", ""], "'' is not one of"),
         (["--shapes", ""], "'' is not a shape"),
         (["--methods", "decomposed", "--dtype", "float32"], "is not for dtype=torch.float32"),
@@ -341,6 +377,8 @@ def test_defaults():
 def test_a_useless_command_line(options, says, capsys, monkeypatch):
     monkeypatch.setattr(once, "GRACE_S", 0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as end:

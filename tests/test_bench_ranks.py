@@ -280,7 +280,7 @@ def test_times_and_graphs():
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
 def test_ways_between_nodes(op):
-    """Named, they are what they say; on one node they say what they are for."""
+    """Named, they are what they say; on one node, of which no launcher tells here, they say what they are for."""
     argv = [op, "--rounds", "1", "--methods", "apart,together,auto"]
     for nodes in (2, 1):
         for found, bad in values(ranks.run_fresh(run_shape, 2, {"FLUXLIKE_VIRTUAL_NODES": str(nodes)}, argv=argv)):

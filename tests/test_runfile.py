@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import signal
@@ -148,6 +149,19 @@ def test_a_program_without_ranks_is_told_so_in_a_line(program, tool, options):
     assert done.stderr.startswith(f"{tool}: torch.distributed is not initialised and RANK, ") and " are not set; " in done.stderr
 
 
+@pytest.mark.parametrize(("nodes", "says"), (("2", "the ranks are on 2 nodes, and"), ("two", "'two' is not a whole number")))
+@pytest.mark.parametrize("tool", ("racecheck", "lint"))
+def test_a_program_of_several_nodes_is_refused(program, tool, nodes, says, monkeypatch, capsys):
+    """Before it begins: its ranks would each end by an exception in the middle of it."""
+    monkeypatch.setenv("FLUXLIKE_VIRTUAL_NODES", nodes)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"fluxlike.tools.{tool}").main([program("print('runs')")])
+    said = capsys.readouterr()
+    assert left.value.code == 2 and says in said.err and not said.out
+
+
 @pytest.mark.parametrize("tool", ("bench gemm_rs", "soak --minutes 0"))
 def test_a_tool_without_ranks_says_how_it_is_started(tool):
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -273,7 +287,7 @@ def test_the_ranks_of_the_cost_end_with_it(number, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    ((["--rounds", "0"], "--rounds 0 must be"), (["--size", "3"], "--size 3 above"), ([], "without scripts/launch.sh")),
+    ((["--rounds", "0"], "--rounds 0 is below 1"), (["--size", "3"], "--size 3 is not"), ([], "without scripts/launch.sh")),
 )
 def test_a_useless_command_line_for_the_cost(options, says, monkeypatch, capsys):
     monkeypatch.delenv("LOCAL_RANK", raising=False)

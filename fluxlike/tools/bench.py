@@ -56,7 +56,7 @@ from ..ops import tuning
 from ..ops.context import check_arguments
 from ..runtime import world
 from ..runtime.errors import PeerTimeout
-from . import bench_collectives, bench_records, bench_report, command
+from . import bench_collectives, bench_records, bench_report, command, once
 from .bench_bursts import Bursts
 from .bench_peers import Failed, Lost, Peers
 from .bench_problems import PROBLEMS, SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, GemmAR, Problem
@@ -465,12 +465,27 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     asked.modes = [mode for mode in ("eager", "graph") if getattr(asked, mode)] or ["eager"]
     kind = kind_of(asked.op, asked.suite)
     command.choose_suite(parser, asked, cuda, kind)
+    choose_methods(parser, asked, cuda, kind)
+    command.writable(parser, asked.out)
+    return asked
+
+
+def choose_methods(parser: argparse.ArgumentParser, asked: argparse.Namespace, cuda: bool, kind: type[Problem]) -> None:
+    """``asked.methods`` from text to those that are measured, and ``left_out``; ends the process if these ranks cannot do them."""
     usual = methods(kind, cuda)
     possible = tuple(dict.fromkeys((*usual, *kind.ON_REQUEST, *kind.PEERS_ON_REQUEST)))
     names = [name.strip() for name in asked.methods.split(",")] if asked.methods is not None else list(usual)
     unknown = [name for name in names if name not in possible]
     if unknown:
-        parser.error(f"--methods: {', '.join(map(repr, unknown))} is not one of {', '.join(possible)}, the methods of this machine")
+        elsewhere = "is for machines without GPUs; give some" if cuda else "needs a GPU; give some"
+        why = elsewhere if all(name in methods(kind, not cuda) for name in unknown) else "is not one"
+        parser.error(f"--methods: {', '.join(map(repr, unknown))} {why} of {', '.join(possible)}, the methods of this machine")
+    between = [name for name in names if name in kind.BETWEEN_NODES]
+    if asked.op not in PROBLEMS:
+        once.on_one_node(parser, f"bench {asked.op}")
+    elif between and once.nodes(parser) == 1:
+        split = "start it over --nnodes, or with FLUXLIKE_VIRTUAL_NODES=2, which splits those of a host"
+        parser.error(f"--methods: {', '.join(map(repr, between))} is for ranks on several nodes, and these are on one; {split}")
     asked.left_out = {}
     if asked.op in PROBLEMS:  # whose methods are schedules
         errors = {name: check_arguments(asked.op, {}, getattr(torch, asked.dtype), name) for name in names if name in kind.OURS}
@@ -478,8 +493,6 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     asked.methods = [name for name in possible if name in names and name not in asked.left_out]
     if not asked.methods:
         parser.error(f"--methods: {'; '.join(asked.left_out.values())}")
-    command.writable(parser, asked.out)
-    return asked
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -60,7 +60,8 @@ class Collective(AllReduce):
 
     @classmethod
     def unfit(cls, size: Any, ranks: int) -> str | None:
-        return f"{size.nbytes} bytes are no multiple of 4 for each rank" if size.nbytes % (4 * ranks) else None
+        unit = 4 * ranks
+        return f"{size.nbytes} bytes are no multiple of {unit}, which is 4 for each rank" if size.nbytes % unit else None
 
     def context(self, schedule: str) -> Algorithm:
         return Algorithm(self.x, schedule, self.OP, type(self).run)
@@ -113,6 +114,10 @@ class Rooted(Collective):
     """What one rank has all of."""
 
     OURS: ClassVar[tuple[str, ...]] = (*ROOTED, "auto")
+
+    @classmethod
+    def unfit(cls, size: Any, ranks: int) -> str | None:
+        return AllReduce.unfit(size, ranks)  # nobody has a part of it
 
 
 class Reduce(Rooted):

@@ -17,8 +17,8 @@ import fluxlike
 from ..runtime import world
 from .bench_peers import Lost
 from .bench_problems import SUITES, Problem
+from .once import ONE_NODE, speaks
 from .once import Parser as Parser  # for the tools, too
-from .once import speaks
 from .once import writable as writable
 
 
@@ -202,8 +202,7 @@ def spans_nodes(tool: str) -> bool:
     control = world.current().control
     if control.spans and control.rank == 0:
         where = f"the ranks are on {len(control.nodes)} nodes, and {tool} works on one"
-        mend = "start it on the ranks of one node, without --nnodes and FLUXLIKE_VIRTUAL_NODES"
-        print(f"{tool}: {where}; {mend}", file=sys.stderr, flush=True)
+        print(f"{tool}: {where}; {ONE_NODE}", file=sys.stderr, flush=True)
     return control.spans
 
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
+from ..runtime import env
+
 #: Seconds in which the first rank of a host says why all end, as it may have begun later; of a busy machine they are few. The
 #: launcher ends all ranks as soon as one has ended, so nobody waits for them to pass.
 GRACE_S = 60.0
@@ -92,6 +94,29 @@ def positive(parser: argparse.ArgumentParser, asked: argparse.Namespace, names: 
         least = min(value) if isinstance(value, list) else value
         if least < 1:
             parser.error(f"--{name} {least} is below 1; give at least one")
+
+
+#: What to do about ranks on several nodes.
+ONE_NODE = "start it on the ranks of one node, without --nnodes and FLUXLIKE_VIRTUAL_NODES"
+
+
+def nodes(parser: argparse.ArgumentParser) -> int:
+    """On how many nodes the launcher and the environment put the ranks; 0 where neither says."""
+    everyone, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
+    try:
+        parts = env.virtual_nodes()
+    except ValueError as error:
+        parser.error(str(error))
+    if everyone.isdecimal() and here.isdecimal() and int(here):
+        return max(1, int(everyone) // int(here)) * parts
+    return parts if parts > 1 else 0
+
+
+def on_one_node(parser: argparse.ArgumentParser, what: str) -> None:
+    """Ends the process if the ranks are on several nodes, before a program of theirs begins; ``what`` works on one."""
+    count = nodes(parser)
+    if count > 1:
+        parser.error(f"the ranks are on {count} nodes, and {what} works on one; {ONE_NODE}")
 
 
 def by_itself(parser: argparse.ArgumentParser, what: str) -> None:

@@ -27,6 +27,7 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not os.path.isfile(asked.file):
         parser.error(f"there is no file {asked.file}")
+    once.on_one_node(parser, "racecheck")
     env.put("FLUXLIKE_RACECHECK", "1")
     status = runfile.run(asked.file, asked.args, "racecheck")
     problem = raceverdict.verdict(is_rank=True)

@@ -101,10 +101,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs with the checker, and without (3)")
     parser.add_argument("--out", metavar="DIR", help="write racecheck-cost.json there")
     asked = parser.parse_args(argv)
-    if asked.rounds < 1 or asked.size < 1 or asked.size % RANKS:
-        parser.error(f"--rounds {asked.rounds} must be at least 1, and --size {asked.size} above 0 and a multiple of {RANKS}")
+    once.positive(parser, asked, ["rounds"])
+    if asked.size < 1 or asked.size % RANKS:
+        parser.error(f"--size {asked.size} is not a multiple of {RANKS} above 0; give one")
     if "RANK" in os.environ:
         parser.error("it starts its ranks itself; call it without scripts/launch.sh")
+    once.on_one_node(parser, "racecheck")
     command.writable(parser, asked.out)
     stamp = topo.stamp(["--cost", *argv], "racecheck")
     off, on = [], []
