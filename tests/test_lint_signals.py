@@ -204,29 +204,49 @@ def living(session: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", slow.behind(1, [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]))
+@pytest.mark.parametrize("number", slow.behind(2, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL]))
 def test_nothing_outlives_a_lint_that_a_signal_ends(number, tmp_path):
-    """Neither its processes, though they compile, nor its temporary files, which only a killed one leaves."""
-    killed = number == signal.SIGKILL
+    """Neither its processes, though they compile, nor its temporary files, which only a killed one leaves. Ctrl-C all get."""
+    killed, typed = number == signal.SIGKILL, number == signal.SIGINT
     command = [sys.executable, "-m", "fluxlike", "lint", "--sm", "90", "--case", "gemm_rs", "--jobs", "2"]
     env = os.environ | {"TMPDIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}  # of which 3.9 warns that it will change
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    as_ever = functools.partial(signal.signal, number, signal.SIG_DFL)  # under nohup these tests ignore one, as all that they start
+    default = signal.default_int_handler if typed else signal.SIG_DFL
+    as_ever = functools.partial(signal.signal, number, default)  # under nohup these tests ignore one, as all that they start
     as_ever = None if killed else as_ever
     process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, start_new_session=True, preexec_fn=as_ever, **pipes)
     assert process.stdout.readline().startswith("sm_90 ") and len(living(process.pid)) > 2 and list(tmp_path.iterdir())
-    process.send_signal(number)
+    os.killpg(process.pid, number) if typed else process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert (process.returncode, killed or said) == ((-number, True) if killed else (128 + number, ""))
+    assert (process.returncode, killed or said) == (-number if killed or typed else 128 + number, killed or "")
     until = time.monotonic() + 20  # of the workers' own: what tracks their semaphores, and a compiler that ends its file
     while living(process.pid) and time.monotonic() < until:
         time.sleep(0.05)
     assert not living(process.pid) and (killed or not list(tmp_path.iterdir()))
 
 
-@pytest.mark.parametrize("arguments", (["--sm", "x"], ["--sm", "70"], ["--sm", "110"], ["--sm", ""], ["--jobs", "0"]))
+@pytest.mark.parametrize("arguments", (*(["--sm", given] for given in ("x", "70", "85", "90,81", "110", "")), ["--jobs", "0"]))
 def test_wrong_arguments(arguments, capsys):
     """Status 2: 1 would say that something was found."""
     with pytest.raises(SystemExit) as end:
         lint.main([*arguments, "--case", "nothing"])
     assert end.value.code == 2 and f"error: {arguments[0]} " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sm", ("80", "87,100"))
+def test_a_case_of_another_architecture(sm, capsys):
+    assert lint.main(["--sm", sm, "--case", "gemm_rs-copy_engine-waves"]) == 2
+    said = "lint: calls with 'gemm_rs-copy_engine-waves' in their names are compiled for sm_90 only; name one of them with --sm\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_architectures_that_may_be_named():
+    """Triton compiles for each of them, and the rule "shared" has its limit."""
+
+    @triton.jit
+    def kernel(x):
+        tl.store(x, 1)
+
+    for capability in rules.SHARED:
+        built = build(Launch(kernel, {"x": "*i32"}, {}, frozenset(), 1, 1), capability)
+        assert not rules.resources(built, Spec()) and f"sm_{capability}" in built.ptx

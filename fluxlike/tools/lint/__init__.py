@@ -25,7 +25,7 @@ import triton
 from ...runtime import cpu, world
 from .. import once, runfile
 from .compiling import Launch, build, launch_of
-from .rules import SHARED, Spec, lint_built, shared_of
+from .rules import SHARED, Spec, lint_built
 from .variants import CAPABILITIES, Report, cases, check
 
 
@@ -108,30 +108,30 @@ def main(argv: list[str]) -> int:
     parser = once.Parser(
         prog="python -m fluxlike lint",
         description="Compiles kernels for GPUs that are not there, and finds what is wrong in the machine code. See docs/lint.md.",
-        epilog="Exit status: 1 if anything is found, 2 if there was nothing to look at.",
+        epilog="Exit status: 1 if anything is found; 2 if there was nothing to look at, for wrong arguments, or where the ranks of "
+        "a program are on several nodes.",
     )
-    parser.add_argument("--sm", default=",".join(map(str, CAPABILITIES)), help="compute capabilities (default: %(default)s)")
+    sm = f"compute capabilities, some of {', '.join(map(str, SHARED))} (default: %(default)s)"
+    parser.add_argument("--sm", default=",".join(map(str, CAPABILITIES)), help=sm)
     parser.add_argument("--case", default="", help="only calls with this in their names, as gemm_rs-in_kernel")
     parser.add_argument("--jobs", type=int, help="processes (default: one a core)")
     parser.add_argument("--json", action="store_true", help="reports as JSON")
     runfile.arguments(parser, nargs="?")
     asked = parser.parse_args(argv)
-    if not all(number.isdecimal() and int(number) >= 80 for number in asked.sm.split(",")):
-        parser.error(f"--sm {asked.sm!r} is no list of compute capabilities from 80 on, such as 80,90")
-    for number in asked.sm.split(","):
-        try:
-            shared_of(int(number))
-        except LookupError:
-            parser.error(f"--sm {number}: how much shared memory it has is not known here, but of {', '.join(map(str, SHARED))}")
+    unknown = [number for number in asked.sm.split(",") if number not in map(str, SHARED)]
+    if unknown:
+        known = ", ".join(map(str, SHARED))
+        parser.error(f"--sm {asked.sm}: {unknown[0]!r} is no compute capability that can be compiled for; name some of {known}")
     if asked.jobs is not None and asked.jobs < 1:
         parser.error(f"--jobs {asked.jobs} is below 1; leave it out for one a core")
     if asked.file is not None and (asked.case or asked.jobs):
         parser.error("--case and --jobs are for the kernels of fluxlike; leave them out with a FILE")
-    capabilities = [int(number) for number in asked.sm.split(",")]
+    capabilities = list(dict.fromkeys(map(int, asked.sm.split(","))))
     status = 0
     if asked.file is None:
         coming = check_all(capabilities, asked.case, asked.jobs)
     elif os.path.isfile(asked.file):
+        once.on_one_node(parser, "lint of a program")
         with contextlib.redirect_stdout(sys.stderr) if asked.json else contextlib.nullcontext():
             status, launches = launches_of(asked.file, asked.args)
         coming = (check_launch(launch, capability) for launch in launches for capability in capabilities)
@@ -163,5 +163,8 @@ def _nothing(asked: argparse.Namespace, capabilities: Sequence[int]) -> str:
     """Why no kernel was compiled."""
     if asked.file is not None:
         return f"{asked.file} launched no kernel of its own, so nothing was looked at; lint a program that does"
+    others = [f"sm_{other}" for other in SHARED if any(asked.case in str(case) for case in cases(other))]
+    if others:
+        return f"calls with {asked.case!r} in their names are compiled for {', '.join(others)} only; name one of them with --sm"
     known = sorted({f"{case.op}-{case.schedule}" for capability in capabilities for case in cases(capability)})
     return f"no call has {asked.case!r} in its name, so nothing was looked at; names begin with one of {', '.join(known)}"

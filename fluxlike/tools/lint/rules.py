@@ -460,20 +460,17 @@ def resources(built: Built, spec: Spec) -> list[Finding]:
             f"registers used, {spec.local} allowed): use a smaller tile or more warps"
         )
         found.append(Finding("spill", 0, "", message))
-    limit = shared_of(built.capability)
+    limit = SHARED[built.capability]
     if built.shared > limit:
         message = f"{built.shared} bytes of shared memory, sm_{built.capability} has {limit}: use fewer stages or a smaller tile"
         found.append(Finding("shared", 0, "", message))
     return found
 
 
-#: Most shared memory of a program, in bytes.
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-
-
-def shared_of(capability: int) -> int:
-    """`SHARED` of a capability, or of the first of its generation; LookupError where it is not known."""
-    return SHARED[capability] if capability in SHARED else SHARED[capability // 10 * 10]
+#: Most shared memory of a program, in bytes, by the compute capabilities that Triton compiles for, those of GPUs that there are.
+SHARED = {
+    80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376, 121: 101_376,
+}  # fmt: skip
 
 
 def _finding(rule: str, op: Op, message: str) -> Finding:
