@@ -141,6 +141,26 @@ def test_every_setting_is_checked(variable, monkeypatch):
     assert len(said) == (variable.name not in ("FLUXLIKE_CACHE_DIR", "FLUXLIKE_TOPOLOGY"))
 
 
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    """Told with what to do, and nothing is made by the looking."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "shared" / "tuned").mkdir(parents=True)
+    (tmp_path / "shared" / "tuned").chmod(0o777)
+    for place, why in (("/proc/x", "no file can be made in /proc: "), ("file", "Not a directory; set "), ("shared", "go-w")):
+        monkeypatch.setenv("FLUXLIKE_CACHE_DIR", str(tmp_path / place))
+        (said,) = machine.unkept()
+        assert said.startswith("tuned choices ") and why in said and "; " in said
+    for good in (tmp_path, tmp_path / "new" / "below"):
+        monkeypatch.setenv("FLUXLIKE_CACHE_DIR", str(good))
+        assert not machine.unkept()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "shared"]
+    monkeypatch.setenv("FLUXLIKE_CACHE_DIR", "/proc/x")
+    facts = machine.Facts()
+    machine._look_at_settings(facts)
+    (problem,) = [problem for problem in doctor.diagnose(facts) if "/proc/x/tuned" in problem.what]
+    assert problem.remedy.startswith("Set FLUXLIKE_CACHE_DIR to a folder that you may write")
+
+
 def test_the_scripts_and_tests_variables_are_known():
     known = {variable.name for variable in env.TABLE}.union(env.ELSEWHERE)
     for path in (*ROOT.glob("scripts/*.sh"), *ROOT.glob("tests/*.py")):

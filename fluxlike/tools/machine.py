@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -318,7 +319,7 @@ def _look_at_settings(facts: Facts) -> None:
     from ..runtime import env  # not above: in the child process this file belongs to no package
     from ..topology import matrix
 
-    facts.complaints = env.complaints()
+    facts.complaints = env.complaints() + unkept()
     try:
         env.check()
     except ValueError as error:
@@ -327,6 +328,25 @@ def _look_at_settings(facts: Facts) -> None:
         matrix.named()
     except ValueError as error:
         facts.complaints.append(str(error))
+
+
+def unkept() -> list[str]:
+    """Why tuned choices could not be kept, if so, and what to do; makes nothing."""
+    from ..runtime import env, files
+
+    place = env.cache_dir() / "tuned"
+    there = next(path for path in (place, *place.parents) if os.path.exists(path))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        what = f"tuned choices cannot be kept in {place}, as no file can be made in {there}: {error.strerror}"
+        return [f"{what}; set FLUXLIKE_CACHE_DIR to a folder that you may write, or unset it for one in ~/.cache"]
+    try:
+        if there == place:
+            files.refuse_shared(place)
+    except PermissionError as error:  # which says what to do
+        return [f"tuned choices are not kept: {error}"]
+    return []
 
 
 def _read(path: Path) -> str:
