@@ -60,6 +60,23 @@ def test_an_exception_is_not_swallowed(program):
         runfile.run(program("1 / 0"), [])
 
 
+@pytest.mark.parametrize("tool", ("racecheck", "lint"))
+def test_a_syntax_error_is_shown_as_python_shows_it(program, tool, monkeypatch, capsys):
+    file = program("def f(:\n")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as left:
+        importlib.import_module(f"fluxlike.tools.{tool}").main([file])
+    python = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=100)
+    assert left.value.code == python.returncode == 1 and capsys.readouterr().err == python.stderr
+
+
+def test_a_syntax_error_of_what_a_program_imports_has_its_frames(program, tmp_path):
+    (tmp_path / "beside_the_program.py").write_text("def f(:\n")
+    with pytest.raises(SyntaxError):
+        runfile.run(program("import beside_the_program\n"), [])
+
+
 @pytest.mark.parametrize(("end", "status"), (("", 1), ("raise SystemExit(3)", 3)))
 def test_racecheck_runs_the_program_with_the_race_checker_on(program, capsys, monkeypatch, end, status):
     # other tests check here, too

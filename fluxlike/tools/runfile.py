@@ -4,6 +4,9 @@ import argparse
 import os
 import runpy
 import sys
+import traceback
+
+from . import once
 
 
 def arguments(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -23,6 +26,12 @@ def run(file: str, args: list[str], tool: str = "") -> int:
             return leaving.code or 0
         print(leaving.code, file=sys.stderr)
         return 1
+    except SyntaxError as error:
+        if error.filename != file:  # of a module that the program imports
+            raise
+        if once.speaks():
+            traceback.print_exception(error.with_traceback(None))  # as Python does, which has no frames to show either
+        sys.exit(1)
     except RuntimeError as error:
         from ..runtime.world import NOT_LAUNCHED  # not before the program, which may set variables before it imports Triton
 
