@@ -25,6 +25,7 @@ def test_results_are_those_of_the_rank(op, tmp_path, capsys):
     record = json.loads(path.read_text())
     assert [row["shape"] for row in record["results"]] == [[96, 64, 64], [130, 96, 80]] and record["ranks"] == 3
     said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"written: {path}"
     assert ("one rank" if torch.cuda.is_available() else "96×64×64: right") in said and not world.is_initialized()
 
 

@@ -377,6 +377,13 @@ def test_arguments_that_make_no_sense(arguments, capsys):
     assert end.value.code == 2 and "error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ([], ["--all"]))
+def test_a_number_of_machines_that_is_none(more, capsys):
+    with pytest.raises(SystemExit):
+        topo.main([*more, "--random", "-1"])
+    assert "--random -1 is below 0; give a number of machines" in capsys.readouterr().err
+
+
 def test_pictures_are_files_with_a_format(capsys, tmp_path):
     """Said before anything is planned, and not the name of a file that would be another."""
     for name, why in (("", "is a folder"), ("/new/", "is a folder"), ("/x", "is without a format"), ("/x.", "is without a format")):

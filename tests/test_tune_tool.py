@@ -100,6 +100,18 @@ def test_a_choice_that_is_wrong_is_not_kept(tmp_path):
         tune.main(argv)
 
 
+@pytest.mark.parametrize("options", (["--shapes", "64x64"], ["--rounds", "0"], ["--suite", "nosuch"]))
+def test_a_complaint_shows_the_usage_of_what_was_asked_for(options, monkeypatch, capsys):
+    from fluxlike.tools import tune
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        tune.parse(["gemm_rs", *options], False)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("usage: python -m fluxlike tune gemm_rs [-h]") and options[0] in said
+
+
 ON_NODES = {name: ["gemm_rs", "--shapes", "32x32x32"] for name in ("tune", "trace")}
 ON_NODES |= {"soak": ["--minutes", "0.1"], "links": ["nvswitch-2", "--sizes", "1024"]}
 

@@ -251,4 +251,5 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             print(f"alone: the figures could not be written: {error}; name another file with --json", file=sys.stderr)
             return 1
+        print(f"written: {asked.json}")
     return 0

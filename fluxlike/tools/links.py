@@ -31,7 +31,7 @@ from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
 from ..topology import LinkMatrix, Tree, load, plan_trees
-from . import command, topo
+from . import command, once, topo
 from .bench_reduce import parse_sizes
 from .links_wires import Gate, gates, slowed
 
@@ -194,8 +194,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in asked.algos if name not in ALGORITHMS]
     if unknown:
         parser.error(f"--algos: {', '.join(map(repr, unknown))} is not one of {', '.join(ALGORITHMS)}")
-    if asked.rounds < 1 or not 0 < asked.share <= 1:
-        parser.error(f"--rounds {asked.rounds} must be at least 1, and --share {asked.share:g} above 0 and at most 1")
+    once.positive(parser, asked, ["rounds"])
+    if not 0 < asked.share <= 1:
+        parser.error(f"--share {asked.share:g} is not above 0 and at most 1; give such a number")
     if not 1 <= asked.programs <= 64:
         parser.error(f"--programs {asked.programs} is not from 1 to 64, as FLUXLIKE_CPU_PROGRAMS must be; give such a number")
     try:
@@ -204,7 +205,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--sizes: {error}")
     uneven = [nbytes for nbytes in asked.sizes if nbytes % 4]
     if uneven:
-        parser.error(f"--sizes: {uneven[0]} bytes are no multiple of 4")
+        parser.error(f"--sizes: {uneven[0]} bytes are no multiple of 4; give such a number")
     command.writable(parser, asked.json, "--json", file=True)
     return asked
 

@@ -48,8 +48,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--all plans the presets as they are; of the other options it takes --random, --seed and --json")
     if asked.objective != "mxnet" and (asked.backtrack or asked.link_usage_penalty != parser.get_default("link_usage_penalty")):
         parser.error("--backtrack and --link-usage-penalty are for --objective mxnet; add it, or leave them out")
-    if asked.random < 0 or (asked.random and not asked.all):
-        parser.error(f"--random {asked.random} needs --all and a number of machines")
+    if asked.random < 0:
+        parser.error(f"--random {asked.random} is below 0; give a number of machines")
+    if asked.random and not asked.all:
+        parser.error(f"--random {asked.random} adds to the table of --all; give that, too, or leave it out")
     if asked.probe and asked.topology:
         parser.error(f"--probe measures this machine's GPUs, not {asked.topology!r}; leave out one of them")
     if asked.probe:

@@ -28,7 +28,7 @@ from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
 from ..runtime.errors import PeerTimeout
-from . import command
+from . import command, once
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
 from .bench_problems import PROBLEMS, Problem
@@ -301,15 +301,14 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
     records.add_argument("records", nargs="+", type=Path, metavar="RECORD")
     records.add_argument("--out", type=Path, required=True, metavar="FILE")
     asked = parser.parse_args(argv)
+    parser = ops.choices[asked.op]  # whose usage a complaint shows
     if asked.op == "from-records":
         for record in asked.records:
             if asked.out.exists() and record.exists() and record.samefile(asked.out):
                 parser.error(f"--out {asked.out} is the record {record}, which it would replace; name another file")
         command.writable(parser, str(asked.out), file=True, replaced=True)
         return asked
-    for name in ("rounds", "most"):
-        if getattr(asked, name) < 1:
-            parser.error(f"--{name} {getattr(asked, name)} is below 1; give at least one")
+    once.positive(parser, asked, ["rounds", "most"])
     command.choose_suite(parser, asked, cuda, PROBLEMS[asked.op])
     command.writable(parser, asked.out, file=True, replaced=True)
     return asked
