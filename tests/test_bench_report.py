@@ -13,6 +13,7 @@ import fluxlike
 
 pytest.importorskip("rich")
 
+from fluxlike.runtime.wording import counted
 from fluxlike.tools import bench_bursts, bench_collectives, bench_reduce, bench_report, bench_sparse
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_reduce import Size
@@ -47,7 +48,7 @@ def test_the_table_is_whole_in_a_log(capsys):
     assert re.search(r"gemm .* 1\.4 +1\.3–1\.5 .* 0\.50", said)
     assert re.search(r"in_kernel +WRONG .*error nan", said)
     assert "RuntimeError: [bold]not here[/bold]" in said
-    assert "at least 0.98× on 0 of 1 shapes, worst 0.90× at 8192×8192×28672" in said
+    assert "at least 0.98× on 0 of 1 shape, worst 0.90× at 8192×8192×28672" in said
     assert "WRONG: in_kernel at 8192×8192×28672" in said and "left out: 1×1×1: too small" in said
 
 
@@ -192,3 +193,9 @@ def test_times_of_bursts(capsys, tmp_path):
     assert second["limit_ms"] == pytest.approx(1.5 * 2 * (1000 + (2 << 20)) / 360e9 * 1e3)
     pytest.importorskip("matplotlib")
     assert (tmp_path / "all_reduce-resnet50-R4-graph.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numbers_in_messages():
+    assert [counted(number, "rank") for number in range(3)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [counted(number, "entry", "entries") for number in (1, 2)] == ["1 entry", "2 entries"]
+    assert bench_report.headline([Row("auto")]) == "1 method right"

@@ -211,7 +211,7 @@ def test_trees_win_where_links_differ_and_lose_on_a_switch(tmp_path):
         (["--programs", "0"], "--programs 0 is not from 1 to 64"),
         (["--programs", "65"], "--programs 65 is not from 1 to 64"),
         (["nosuch"], "no topology is called 'nosuch'"),
-        (["nvswitch-16", "nvswitch-1"], "nvswitch-1 has 1 GPUs for "),
+        (["nvswitch-16", "nvswitch-1"], "nvswitch-1 has 1 GPU for "),
         (["nvswitch-16", "./apart.json"], "apart has no path from GPU 1 to 0; all ranks must reach all others"),
     ),
 )

@@ -522,7 +522,7 @@ def test_a_program_of_a_user() -> None:
     environment = os.environ | {"FLUXLIKE_PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "check passed" in done.stdout and "1 kernels compiled, 0 findings" in done.stdout and "sm_90 push_kernel" in done.stdout
+    assert "check passed" in done.stdout and "1 kernel compiled, 0 findings" in done.stdout and "sm_90 push_kernel" in done.stdout
 
 
 def test_findings_are_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -530,7 +530,7 @@ def test_findings_are_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(lint, "check_all", lambda *asked: iter([bad]))
     assert lint.main([]) == 1
     said = capsys.readouterr().out
-    assert "3 spills" in said and "[spill] too many" in said and "1 kernels compiled, 1 findings" in said
+    assert "3 spills" in said and "[spill] too many" in said and "1 kernel compiled, 1 finding" in said
 
 
 @pytest.mark.parametrize("jobs", ["1", pytest.param("2", marks=pytest.mark.slow)])

@@ -309,7 +309,7 @@ def test_the_lines_of_a_check():
     rows = [model.Compared(4, call, name, measured[name] * 1e-3, modelled[name] * 1e-3) for name in measured]
     (line, *offs) = model.check_lines(rows)[2:]
     assert line == "| 4, 8×8×8 | 1000 (1100, +10.0%) | 2000 (1600, -20.0%) | 1250 (1350, +8.0%) | 0.75 (0.50) |"
-    assert offs[0] == "gemm: off by 10.0% in the median of 1 shapes, by 10.0% at most"
+    assert offs[0] == "gemm: off by 10.0% in the median of 1 shape, by 10.0% at most"
     level = [replace(row, measured=1e-3) if row.name == "torch" else row for row in rows]
     assert model.check_lines(level)[2].endswith("| – (0.50) |")
 

@@ -432,7 +432,7 @@ def test_what_is_said(tmp_path, monkeypatch) -> None:
     took = {"traced": 12.0, "untraced": 11.5}
     report = trace_report.Report("gemm_rs", Shape(M, N, K), "float32", "in_kernel/tma", lines, clocks, took, {})
     first, *rest, last = report.lines()
-    assert first == "gemm_rs 300×130×72, R=3, float32, in_kernel/tma, 1 programs a rank" and len(rest) == 3
+    assert first == "gemm_rs 300×130×72, R=3, float32, in_kernel/tma, 1 program a rank" and len(rest) == 3
     assert rest[1].startswith("  rank 1: 100.0 µs, products 60%, waits 0% (0.0 µs exposed a program, at most 0.0), stores 0%")
     assert last == "  a call takes 12.0 µs traced, 11.5 µs untraced"
     skewed = dataclasses.replace(report, clocks=[tracing.Clock(5, error, 0) for error in (1000, 3000, 2000)])

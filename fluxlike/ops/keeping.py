@@ -9,6 +9,7 @@ import torch
 from ..runtime import world
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout, untraced
+from ..runtime.wording import counted
 
 #: For who calls ag_gemm or all_gather with a shard of other rows than another rank's.
 M_UNSAID = "without m=, M is the rows of a rank times the ranks: pass m= where ranks have different rows"
@@ -43,9 +44,9 @@ def as_many(op: str, control: ControlGroup) -> None:
     for rank, theirs in zip(control.ranks, made, strict=True):
         if theirs != made[0]:
             raise CallMismatch(
-                f"{op}: rank {control.ranks[0]} has made {made[0]} calls between nodes since a context was made for them, and rank "
-                f"{rank} {theirs}, with those that it refused; all ranks of a group must make the same calls, in the same order. "
-                "Call fluxlike.finalize and fluxlike.init on all ranks, or make new contexts and pass them"
+                f"{op}: rank {control.ranks[0]} has made {counted(made[0], 'call')} between nodes since a context was made for "
+                f"them, and rank {rank} {theirs}, with those that it refused; all ranks of a group must make the same calls, in "
+                "the same order. Call fluxlike.finalize and fluxlike.init on all ranks, or make new contexts and pass them"
             )
 
 

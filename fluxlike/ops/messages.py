@@ -34,6 +34,7 @@ import torch
 
 from ..runtime.control import ControlGroup
 from ..runtime.errors import CallMismatch, PeerTimeout
+from ..runtime.wording import counted
 from . import cost, tiling
 from .context import Context
 
@@ -194,4 +195,4 @@ def _said(header: torch.Tensor) -> str:
 
 def sizes_said(m: int, columns: int, refused: int) -> str:
     before = f", having refused {refused} before by errors of its own" if refused else ""
-    return f"M={m} and {columns} columns{before}"
+    return f"M={m} and {counted(columns, 'column')}{before}"

@@ -194,7 +194,7 @@ class SparseAllReduceContext(EpochContext):
             if pending.ids.numel() != ids.numel():
                 pending.joined.close()
                 raise ValueError(
-                    f"{name}: {pending.ids.numel()} ids were started and the gradient has {ids.numel()} entries; start those "
+                    f"{name}: ids that were started: {pending.ids.numel()}, entries of the gradient: {ids.numel()}; start those "
                     "of the gradient, in its order"
                 )
         pending.joined.close()

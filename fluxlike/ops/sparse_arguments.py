@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..runtime import world
+from ..runtime.wording import counted
 from . import tiling, validate
 from .context import DTYPES
 from .exchange import EpochContext
@@ -114,8 +115,9 @@ def fits(ctx: Any, x: torch.Tensor, width: int, group: Any, wire: Any, max_nnz: 
     validate.same_group(NAME, ctx, group)
     if (x.shape[0], width, x.dtype) != (ctx.table_rows, ctx.width, ctx.dtype) or x.sparse_dim() != 1:
         raise ValueError(
-            f"{NAME}: x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for {ctx.table_rows} rows "
-            f"of {ctx.width} elements {ctx.dtype} with sparse_dim=1; make one for this table"
+            f"{NAME}: x is {tuple(x.shape)} {x.dtype} with sparse_dim={x.sparse_dim()}, the context is for "
+            f"{counted(ctx.table_rows, 'row')} of {counted(ctx.width, 'element')} {ctx.dtype} with sparse_dim=1; make one for this "
+            "table"
         )
     if max_nnz is not None or (wire is not None and wire is not ctx.wire):
         raise ValueError(f"{NAME}: max_nnz and wire_dtype are those of the context; leave them out")

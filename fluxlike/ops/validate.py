@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from ..kernels.tiles import cdiv, rows_of
 from ..runtime import faking, world
 from ..runtime.control import ControlGroup
+from ..runtime.wording import counted
 from . import tiling
 from .context import DTYPES
 from .dispatcher import makes_graph
@@ -179,7 +180,7 @@ def readable(op: str, name: str, t: Any, dims: int | None, device: torch.device)
         found, remedy = type(t).__name__, "pass one"
         if isinstance(t, torch.Tensor):
             found, remedy = str(tuple(t.shape)), "use .reshape or .flatten"
-        wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {dims} dimensions; {remedy}"
+        wanted = "a tensor; use torch.tensor" if dims is None else f"a tensor of {counted(dims, 'dimension')}; {remedy}"
         raise ValueError(f"{op}: {name} is {found}, it must be {wanted}")
     if t.device != device:
         raise ValueError(f"{op}: {name} is on {t.device}, this rank's heap is on {device}; use {name}.to({str(device)!r})")

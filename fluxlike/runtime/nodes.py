@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import env
 from .control import ControlGroup
+from .wording import counted
 
 
 def _identity() -> str:
@@ -41,8 +42,8 @@ def compare(rank: int, local: str, found: int, everyone: bool) -> None:
     """
     if local and not (local.isdecimal() and (found == int(local) if everyone else found <= int(local))):
         raise ValueError(
-            f"fluxlike.init: LOCAL_WORLD_SIZE={local!r} on rank {rank}, which shares memory with {found - 1} other ranks; "
-            f"{'that makes another number' if everyone else 'those are more'}: start all ranks of a host by one torchrun, in one "
+            f"fluxlike.init: LOCAL_WORLD_SIZE={local!r} on rank {rank}, which shares memory with {counted(found - 1, 'other rank')}"
+            f"; {'that makes another number' if everyone else 'those are more'}: start all ranks of a host by one torchrun, in one "
             "process namespace, or unset LOCAL_WORLD_SIZE where it is left from another launcher"
         )
 

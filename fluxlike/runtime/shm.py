@@ -16,6 +16,7 @@ import torch
 from . import memfd
 from .control import ControlGroup
 from .heap import shown
+from .wording import counted
 
 DEFAULT_BYTES = 64 << 20
 
@@ -53,7 +54,8 @@ class ShmSegment:
         need, room = self.nbytes * ranks, memfd.room()
         if need <= room:
             return None
-        return self._cannot_reserve(f"{ranks} ranks need {shown(need)} and this machine has {shown(room)} left")
+        needed = f"{counted(ranks, 'rank')} need{'s' if ranks == 1 else ''} {shown(need)}"
+        return self._cannot_reserve(f"{needed} and this machine has {shown(room)} left")
 
     def _cannot_reserve(self, why: str) -> RuntimeError:
         return RuntimeError(

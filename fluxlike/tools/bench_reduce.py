@@ -24,6 +24,7 @@ from ..ops import trees
 from ..ops.all_reduce import ALGORITHMS, KIND
 from ..ops.exchange import EpochContext
 from ..runtime import world
+from ..runtime.wording import counted
 from . import bench_report
 from .bench_peers import Peers
 from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS, Problem
@@ -136,14 +137,14 @@ class Report(bench_report.Report):
             worst = min(against, key=lambda size: against[size])
             ahead = sum(ratio >= TOLERATED for ratio in against.values())
             lines.append(
-                f"auto against the best of {', '.join(self.PEERS)}: at least {TOLERATED}× on {ahead} of {len(against)} sizes, "
-                f"worst {against[worst]:.2f}× at {worst}"
+                f"auto against the best of {', '.join(self.PEERS)}: at least {TOLERATED}× on {ahead} of "
+                f"{counted(len(against), 'size')}, worst {against[worst]:.2f}× at {worst}"
             )
         if chosen:
             worst = max(chosen, key=lambda size: chosen[size])
             near = sum(ratio <= CLOSE for ratio in chosen.values())
             lines.append(
-                f"auto against the best algorithm: within {CLOSE}× on {near} of {len(chosen)} sizes, "
+                f"auto against the best algorithm: within {CLOSE}× on {near} of {counted(len(chosen), 'size')}, "
                 f"worst {chosen[worst]:.2f}× at {worst}"
             )
         return lines

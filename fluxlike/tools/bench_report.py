@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from .. import __version__
+from ..runtime.wording import counted
 
 #: What a GPU gets out of its links in one direction: copies of tens of MB to a peer reach 350 to 390 GB/s on H200s.
 WIRE_GB_S = 360.0
@@ -224,7 +225,7 @@ class Report:
         worst = min(ratios, key=lambda shape: ratios[shape])
         ahead = sum(ratio >= TOLERATED for ratio in ratios.values())
         return [
-            f"auto against the best of {' and '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {len(ratios)} shapes, "
+            f"auto against the best of {' and '.join(PEERS)}: at least {TOLERATED}× on {ahead} of {counted(len(ratios), 'shape')}, "
             f"worst {ratios[worst]:.2f}× at {worst}"
         ]
 
@@ -421,7 +422,7 @@ def headline(rows: Sequence[Row]) -> str:
         for name, ms in times.items()
         if ms is not None
     ]
-    return ", ".join(parts + bad) or f"{len(rows)} methods right"
+    return ", ".join(parts + bad) or f"{counted(len(rows), 'method')} right"
 
 
 class Voice:

@@ -18,6 +18,7 @@ import torch
 
 import fluxlike
 
+from ..runtime.wording import counted
 from . import bench_report, sparse_baselines, sparse_tables
 from .bench_peers import Peers
 from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS, Problem
@@ -160,7 +161,7 @@ class Report(bench_report.Report):
             most, least, out = (self.nbytes(result, rows) / 1e6 for rows in (moved.rows_in, moved.bound, moved.rows_out))
             share = f", {most / least:.3f} of the bound" if least else ""
             text = f"MB of values in {most:.4g} ({least:.4g} at least{share}), out {out:.4g}"
-            lines.append(f"{result.shape}: {moved.union} ids in all; {text}")
+            lines.append(f"{result.shape}: {counted(moved.union, 'id')} in all; {text}")
         return lines
 
     def lines(self) -> dict[tuple[int, int, str], list[Result]]:

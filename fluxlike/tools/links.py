@@ -30,6 +30,7 @@ import fluxlike
 from ..ops import trees
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import env, world
+from ..runtime.wording import counted
 from ..topology import LinkMatrix, Tree, load, plan_trees
 from . import command, once, topo
 from .bench_reduce import parse_sizes
@@ -89,7 +90,7 @@ def machine_of(name: str, ranks: int) -> LinkMatrix:
     if ranks < 2:
         raise ValueError("one rank has no links; start two or more: bash scripts/launch.sh --nproc 2 -m fluxlike links")
     if len(whole) < ranks:
-        raise ValueError(f"{name} has {len(whole)} GPUs for {ranks} ranks; start as many ranks as it has GPUs, or fewer")
+        raise ValueError(f"{name} has {counted(len(whole), 'GPU')} for {ranks} ranks; start as many ranks as it has GPUs, or fewer")
     matrix = whole.part(range(ranks))
     for source in range(ranks):
         for target in range(source):

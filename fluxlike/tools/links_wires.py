@@ -35,6 +35,7 @@ import triton.runtime.interpreter as stock
 
 from ..ops.exchange import SIGNAL, TRIP
 from ..runtime import interpreter, programs, racecheck, shm, world
+from ..runtime.wording import counted
 from ..topology import LinkMatrix
 
 _XCHG = stock._ir.ATOMIC_OP.XCHG
@@ -220,7 +221,8 @@ def slowed(matrix: LinkMatrix, slowdown: float) -> Iterator[Wires]:
             "links cannot be emulated under the race checker, which watches the same operations; unset FLUXLIKE_RACECHECK"
         )
     if len(matrix) != this.size:
-        raise ValueError(f"the matrix has {len(matrix)} GPUs for {this.size} ranks; give matrix.part(range({this.size}))")
+        has = f"the matrix has {counted(len(matrix), 'GPU')} for {counted(this.size, 'rank')}"
+        raise ValueError(f"{has}; give matrix.part(range({this.size}))")
     wires = Wires(matrix, slowdown)
     builder = interpreter.builder
     operations = _Operations(wires, builder)

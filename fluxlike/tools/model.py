@@ -23,6 +23,7 @@ from typing import Any
 
 from ..kernels.tiles import cdiv
 from ..ops import choice, validate
+from ..runtime.wording import counted
 from . import command, once, topo
 from .bench_records import check, record_in, recorded, told
 from .bench_report import cell, efficiency, nodes_of
@@ -158,7 +159,8 @@ def check_lines(found: Sequence[Compared]) -> list[str]:
         lines.append(f"| {ranks}, {call.m}×{call.n}×{call.k} | " + " | ".join(cells) + " |")
     for name in names:
         off = [abs(one.off) for one in found if one.name == name]
-        lines.append(f"{name}: off by {statistics.median(off):.1%} in the median of {len(off)} shapes, by {max(off):.1%} at most")
+        shapes = counted(len(off), "shape")
+        lines.append(f"{name}: off by {statistics.median(off):.1%} in the median of {shapes}, by {max(off):.1%} at most")
     return lines
 
 
@@ -188,7 +190,7 @@ def draw(rows: Sequence[Row], path: Path) -> str | None:
     axes.set_ylim(LOWEST, 1.2)
     axes.axhline(0, color="#45505c", linewidth=0.8)
     first = rows[0]
-    axes.set_xlabel(f"nodes of {first.cluster.gpus} GPUs")
+    axes.set_xlabel(f"nodes of {counted(first.cluster.gpus, 'GPU')}")
     axes.set_ylabel("E (1: hidden, 0: torch)")
     what = f"{first.call.op}, N={first.call.n}, K={first.call.k}, by the model"
     axes.set_title(f"{what}; solid hierarchical, dashed flat", fontsize=10)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 import fluxlike
 
 from ..runtime import env, world
+from ..runtime.wording import counted
 from . import bench_report, command, soak_plan
 from .soak_check import Operands, call, digest, judge
 from .soak_machine import Gpu, Graph, Machine, Sample, compiled
@@ -295,13 +296,13 @@ class Soak:
             if signature.graphed and self.mine(signature.place):
                 self.capture(signature)
         self.machine.settle()
-        took = {"seconds": self.seconds(), "calls": self.calls.total(), "judged": self.judged, "kernels compiled": compiled()}
+        seconds, calls, kernels = self.seconds(), self.calls.total(), compiled()
         self.say(
-            f"{len(self.pool)} signatures on {self.profile.data} sets of data; rank 0 has {len(self.contexts)} contexts and "
-            f"{len(self.graphs)} graphs; warm after {took['seconds']:.0f} s: {took['calls']} calls, "
-            f"{took['kernels compiled']} kernels compiled"
+            f"{counted(len(self.pool), 'signature')} on {self.profile.data} sets of data; rank 0 has "
+            f"{counted(len(self.contexts), 'context')} and {counted(len(self.graphs), 'graph')}; warm after {seconds:.0f} s: "
+            f"{counted(calls, 'call')}, {counted(kernels, 'kernel')} compiled"
         )
-        return took
+        return {"seconds": seconds, "calls": calls, "judged": self.judged, "kernels compiled": kernels}
 
     def soak(self, plan: Iterable[Burst]) -> None:
         """Bursts until rank 0 says that the time is up or that it is to end, or too much was wrong."""
@@ -324,7 +325,8 @@ class Soak:
             if self.rank == 0 and now - told >= PROGRESS_S:
                 told = now
                 memory = ", ".join(f"{name} {value:.0f}" for name, value in self.samples[-1].items() if "MiB" in name)
-                counts = f"{self.bursts} bursts, {self.steps} steps, {self.calls.total()} calls, {len(self.failures)} failures"
+                numbers = {"burst": self.bursts, "step": self.steps, "call": self.calls.total(), "failure": len(self.failures)}
+                counts = ", ".join(counted(number, noun) for noun, number in numbers.items())
                 self.say(f"{now:.0f} s, {counts}; {memory}")
             if self.rank == 0 and now - clocked >= CLOCKS_S:
                 clocked = now
@@ -420,8 +422,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def explain(_: BaseException) -> str:
         where = f"rank {dist.get_rank()}, {soak.doing if soak else 'setting up'}"
-        counted = f" after {soak.steps} steps and {soak.calls.total()} calls" if soak else ""
-        return f"{where}{counted} (seed {asked.seed}):\n{traceback.format_exc()}"
+        so_far = f" after {counted(soak.steps, 'step')} and {counted(soak.calls.total(), 'call')}" if soak else ""
+        return f"{where}{so_far} (seed {asked.seed}):\n{traceback.format_exc()}"
 
     heap_bytes = env.heap_bytes() or (GPU_HEAP_BYTES if torch.cuda.is_available() else None)
     return command.run("soak", work, explain, heap_bytes)

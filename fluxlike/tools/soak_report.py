@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..runtime.wording import counted
 from .soak_machine import Sample
 from .soak_plan import OPS, kinds
 
@@ -58,12 +59,14 @@ def table(result: dict[str, Any], modes: Sequence[str]) -> str:
         lines.append(f"{op:<{width}}{schedule:<12}" + "".join(f"{count:>10}" for count in (*counts, sum(counts))))
     lines += [
         "",
-        f"{result['minutes']:.1f} minutes on {result['ranks']} ranks, heap {result['heap']}, seed {result['seed']}, after "
-        f"{result['warm_up']['seconds']:.0f} s of warm-up{', ended by a signal' if result['interrupted'] else ''}",
-        f"{result['calls']} calls in {result['steps']} steps and {result['bursts']} bursts, {result['launches']} kernel launches "
-        f"of all ranks, {result['contexts_remade']} contexts made again, {result['compiled_after_warm_up']} kernels compiled "
-        "after the warm-up",
-        f"{result['compared_bitwise']} calls compared bit for bit, {result['compared_with_reference']} steps with the reference",
+        f"{result['minutes']:.1f} minutes on {counted(result['ranks'], 'rank')}, heap {result['heap']}, seed {result['seed']}, "
+        f"after {result['warm_up']['seconds']:.0f} s of warm-up{', ended by a signal' if result['interrupted'] else ''}",
+        f"{counted(result['calls'], 'call')} in {counted(result['steps'], 'step')} and {counted(result['bursts'], 'burst')}, "
+        f"{counted(result['launches'], 'kernel launch', 'kernel launches')} of all ranks, "
+        f"{counted(result['contexts_remade'], 'context')} made again, {counted(result['compiled_after_warm_up'], 'kernel')} "
+        "compiled after the warm-up",
+        f"{counted(result['compared_bitwise'], 'call')} compared bit for bit, {counted(result['compared_with_reference'], 'step')} "
+        "with the reference",
         "",
     ]
     if result["memory"]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..runtime.wording import counted
 from ..topology import Cost, LinkMatrix, Tree
 from ..topology.graph import Graph
 
@@ -16,7 +17,8 @@ KINDS = {"nvlink": "NV", "nvswitch": "SW", "pcie": "PCIe", "host": "host", "": "
 def matrix_lines(matrix: LinkMatrix) -> list[str]:
     """The GB/s between every two GPUs, with their kind, and the notes."""
     n = len(matrix)
-    lines = [f"{matrix.name or 'links'}: {n} GPUs; GB/s in one direction, by NVLink (NV), NVSwitch (SW), PCIe or through the host"]
+    by = "by NVLink (NV), NVSwitch (SW), PCIe or through the host"
+    lines = [f"{matrix.name or 'links'}: {counted(n, 'GPU')}; GB/s in one direction, {by}"]
     rows = [["", *(f"GPU{j}" for j in range(n)), "port"]]
     for i in range(n):
         cells = [f"{KINDS[matrix.kind[i][j]]} {matrix.bandwidth[i][j]:g}" if matrix.kind[i][j] else "-" for j in range(n)]
@@ -32,7 +34,7 @@ def plan_lines(objective: str, trees: Sequence[Tree], cost: Cost, seconds: float
     best = "which no trees can beat" if cost.optimal else f"none can be below {cost.least:g}"
     busy = ", ".join(cost.bottlenecks[:6]) + (" and others" if len(cost.bottlenecks) > 6 else "")
     lines = [
-        f"{objective}: {len(trees)} trees of depth {cost.depth}, planned in {seconds:.2f} s",
+        f"{objective}: {counted(len(trees), 'tree')} of depth {cost.depth}, planned in {seconds:.2f} s",
         f"  highest load {cost.load:g} ({best}), at {busy or 'nothing'}",
         f"  weight {cost.weight:g}, at most {max(cost.ports)} edges at a GPU; {cost.gb_s:.1f} GB/s of all-reduced data on paper",
     ]
@@ -75,7 +77,7 @@ def draw(matrix: LinkMatrix, trees: Sequence[Tree], cost: Cost, path: Path) -> s
     for axes in panels:
         axes.set_axis_off()
         axes.set_aspect("equal")
-    figure.suptitle(f"{matrix.name}: {len(trees)} trees, depth {cost.depth}, highest load {cost.load:g}", fontsize=11)
+    figure.suptitle(f"{matrix.name}: {counted(len(trees), 'tree')}, depth {cost.depth}, highest load {cost.load:g}", fontsize=11)
     figure.savefig(path, dpi=90)
     return None
 

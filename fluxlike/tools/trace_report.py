@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ops.trace import Clock
+from ..runtime.wording import counted
 from .bench_report import Shape, ranks_name
 from .trace_events import KINDS, Span, Timeline, summary
 
@@ -43,7 +44,7 @@ class Report:
     def lines(self) -> list[str]:
         """What is said of the call."""
         programs = len(self.ranks[0].programs)
-        head = f"{self.op} {self.shape}, R={len(self.ranks)}, {self.dtype}, {self.path}, {programs} programs a rank"
+        head = f"{self.op} {self.shape}, R={len(self.ranks)}, {self.dtype}, {self.path}, {counted(programs, 'program')} a rank"
         last = f"  a call takes {self.took['traced']:.1f} µs traced, {self.took['untraced']:.1f} µs untraced"
         errors = sorted(clock.error for clock in self.clocks)[-2:]
         if any(errors):

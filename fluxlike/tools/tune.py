@@ -28,6 +28,7 @@ from ..ops.choice import Choice
 from ..ops.tuned import Entry, Machine
 from ..runtime import env, world
 from ..runtime.errors import PeerTimeout
+from ..runtime.wording import counted
 from . import command, once
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
@@ -322,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             print(f"tune: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-        print(f"{written} shapes written to {asked.out}")
+        print(f"{counted(written, 'shape')} written to {asked.out}")
         return 0
     if command.lacks_rich("tune"):
         return 2

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..runtime.wording import counted
 from .matrix import NVLINK, PCIE, LinkMatrix
 
 #: NVML's number of an NVLink version: GB/s of a link in one direction.
@@ -70,7 +71,7 @@ def _torch_counts(torch: Any, n: int) -> list[list[int]]:
     cuda = torch._C._autograd.DeviceType.CUDA
     matrix = torch._C._distributed_c10d._detect_dma_connectivity(cuda, "nvlink").matrix
     if [len(row) for row in matrix] != [n] * n:
-        raise ValueError(f"it knows {len(matrix)} GPUs, and CUDA shows {n}")
+        raise ValueError(f"it knows {counted(len(matrix), 'GPU')}, and CUDA shows {n}")
     return [list(map(int, row)) for row in matrix]
 
 

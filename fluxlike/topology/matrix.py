@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime import env, files
+from ..runtime.wording import counted
 
 #: Fastest first; a plan uses a kind only where the kinds in front of it do not connect all GPUs.
 #: "nvlink" and "nvswitch": wires between two GPUs, wires to a switch. "pcie": peer access without NVLink. "host": through the
@@ -175,7 +176,8 @@ def current(size: int | None = None) -> LinkMatrix:
     if size is not None and len(matrix) != size:
         name = env.get("FLUXLIKE_TOPOLOGY")
         what = f"FLUXLIKE_TOPOLOGY={name!r}" if name else "this machine"
-        raise ValueError(f"{what} has {len(matrix)} GPUs for {size} ranks; name a topology of {size} GPUs by FLUXLIKE_TOPOLOGY")
+        has = f"{what} has {counted(len(matrix), 'GPU')} for {counted(size, 'rank')}"
+        raise ValueError(f"{has}; name a topology of as many GPUs by FLUXLIKE_TOPOLOGY")
     return matrix
 
 
@@ -202,10 +204,11 @@ def _square(rows: Any, what: str, check: Callable[[float, str], None]) -> tuple[
         raise ValueError(f"{what} is no list of rows of numbers: {error}") from error
     n = len(square)
     if not 1 <= n <= MAX_GPUS:
-        raise ValueError(f"{what} has {n} rows; a machine has 1 to {MAX_GPUS} GPUs")
+        raise ValueError(f"{what} has {counted(n, 'row')}; a machine has 1 to {MAX_GPUS} GPUs")
     for i, row in enumerate(square):
         if len(row) != n:
-            raise ValueError(f"{what} has {n} rows, and {len(row)} entries in row {i}; it must be a square")
+            entries = counted(len(row), "entry", "entries")
+            raise ValueError(f"{what} has {counted(n, 'row')}, and {entries} in row {i}; it must be a square")
         for j, cell in enumerate(row):
             check(cell, f"{what}[{i}][{j}]")
             if i == j and cell:

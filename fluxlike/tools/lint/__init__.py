@@ -23,6 +23,7 @@ from typing import Any
 import triton
 
 from ...runtime import cpu, world
+from ...runtime.wording import counted
 from .. import once, runfile
 from .compiling import Launch, build, launch_of
 from .rules import SHARED, Spec, lint_built
@@ -99,7 +100,7 @@ def check_launch(launch: Launch, capability: int) -> Report:
 def describe(report: Report) -> str:
     """One line, and one for each finding."""
     name = f"{report.kernel} {report.case}".strip()
-    spilled = f", {report.local} spills" if report.local else ""
+    spilled = f", {counted(report.local, 'spill')}" if report.local else ""
     head = f"sm_{report.capability} {name}: {report.registers} registers{spilled}, {report.shared} bytes of shared memory"
     return "\n".join([head, *(f"  {finding}" for finding in report.findings)])
 
@@ -147,7 +148,7 @@ def main(argv: list[str]) -> int:
     if asked.json:
         print(json.dumps({"triton": triton.__version__, "reports": [asdict(report) for report in reports]}))
     elif reports:
-        print(f"Triton {triton.__version__}: {len(reports)} kernels compiled, {found} findings")
+        print(f"Triton {triton.__version__}: {counted(len(reports), 'kernel')} compiled, {counted(found, 'finding')}")
     if not reports and os.environ.get("RANK", "0") == "0":  # of a program, the other ranks have none
         print(f"lint: {_nothing(asked, capabilities)}", file=sys.stderr)
         status = status or 2
