@@ -74,7 +74,7 @@ case ${1:-} in
   full) fx_needs+=(coverage) ;;
   gpu)
     [ "${FLUXLIKE_TEST_HEAP:-nvshmem}" != nvshmem ] || [ "$(gpu_count)" -gt 0 ] ||
-      die "gpu needs a GPU and there is none${CUDA_VISIBLE_DEVICES+ with CUDA_VISIBLE_DEVICES='$CUDA_VISIBLE_DEVICES'}; leave gpu out for the tests that need none, or set FLUXLIKE_TEST_HEAP=shm to run the ranks on the CPU."
+      die "gpu needs a GPU and there is none${CUDA_VISIBLE_DEVICES+ (CUDA_VISIBLE_DEVICES is '$CUDA_VISIBLE_DEVICES')}; leave gpu out for the tests that need none, or set FLUXLIKE_TEST_HEAP=shm to run the ranks on the CPU."
     ;;
 esac
 find_python "${fx_needs[@]}"

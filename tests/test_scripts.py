@@ -212,7 +212,7 @@ def test_the_gpu_tests_without_a_gpu(tmp_path, heap, status):
     command = ["bash", "scripts/test.sh", "gpu", "-k", "some"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == status and (tmp_path / "ran").exists() == (status == 0), done
-    said = "test.sh: gpu needs a GPU and there is none with CUDA_VISIBLE_DEVICES='-1'; leave gpu out"
+    said = "test.sh: gpu needs a GPU and there is none (CUDA_VISIBLE_DEVICES is '-1'); leave gpu out"
     assert not status or (done.stderr.startswith(said) and done.stderr.count("\n") == 1)
 
 
