@@ -95,6 +95,16 @@ def test_a_stamp_is_behind_what_was_queued(engine, monkeypatch):
     assert engine.graphs.done == [("write", "wait"), ("event", "side")] and engine._batch == []
 
 
+@pytest.mark.parametrize("pitch, apart", ((0, True), (7, True), (9, False), (2**31 - 1, False), (2**31, True)))
+def test_rows_that_a_2d_copy_refuses_go_one_by_one(engine, pitch, apart):
+    """Rows that overlap, as of an expanded tensor, or are too far apart."""
+    for name in ("copy", "copy_2d"):
+        setattr(engine.graphs, name, lambda *args, name=name: engine.graphs.job((name, *args)))
+    engine.copy(100, 16, 1000, pitch, 8, 2)
+    rows = [("copy", 0, 100, 1000, 8), ("copy", 0, 116, 1000 + pitch, 8)]
+    assert engine.graphs.done == (rows if apart else [("copy_2d", 0, 100, 16, 1000, pitch, 8, 2)])
+
+
 @pytest.mark.parametrize("traced", (False, True))
 def test_traced_copies_are_not_made_a_graph(traced):
     """Events inside of a graph have no times."""

@@ -99,7 +99,7 @@ def test_another_user_cannot_open_it(shared):
         assert done.stdout == "refused\n", done
 
 
-def test_what_is_not_ours_is_not_mapped(shared, tmp_path):
+def test_what_is_not_ours_is_not_mapped(shared, tmp_path, monkeypatch):
     """The descriptor of a stranger, as a process number of another namespace leads to: a file, memory that may shrink."""
     unsealed = os.memfd_create("fluxlike-heap", os.MFD_CLOEXEC)
     os.fchmod(unsealed, 0o600)
@@ -124,6 +124,9 @@ def test_what_is_not_ours_is_not_mapped(shared, tmp_path):
             memfd.open_peer(pid, number, nbytes)
     with pytest.raises(ValueError, match="invalid literal"):
         memfd.open_peer("1/../../etc", shared, mmap.PAGESIZE)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="made for sharing"):
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as root may open what another user has made
+        memfd.open_peer(here, shared, mmap.PAGESIZE)
     assert len(os.listdir("/proc/self/fd")) == before, "a descriptor was left open"
     for fd in (unsealed, open_to_all, plain):
         os.close(fd)

@@ -80,7 +80,6 @@ class CudaCopyEngine:
         self._once: set[Any] = set()
 
     def fork(self) -> None:
-        self._batch.clear()
         self._from = current(self._device)
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         if self._captured or not self._begun:

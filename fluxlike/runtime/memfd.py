@@ -26,9 +26,7 @@ def make(name: str, nbytes: int, reserve: bool) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create(name, flags | _NOEXEC)
-    except OSError as problem:
-        if problem.errno != errno.EINVAL:  # which an older kernel says of a flag that it does not know
-            raise
+    except OSError:  # of an older kernel, which does not know the flag; whatever else it is, is raised again
         fd = os.memfd_create(name, flags)
     try:
         os.fchmod(fd, MODE)
