@@ -189,6 +189,9 @@ def test_links_that_lead_nowhere_do_not_count():
 def test_the_rate_of_a_version(version, rate):
     matrix = found(fake_torch(all_pairs(2, 1)), FakeNvml(wired(all_pairs(2, 1)), version))
     assert matrix.bandwidth[0][1] == rate and bool(matrix.notes) == (version == 99)
+    both = FakeNvml(wired(all_pairs(2, 1)))
+    both.device_get_nvlink_version = lambda handle, link: (version, 7)[1000 - handle]
+    assert found(fake_torch(all_pairs(2, 1)), both).bandwidth[0][1] == rate, "a link is as fast as its slower end"
 
 
 def test_without_gpus(monkeypatch, capsys):

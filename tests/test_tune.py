@@ -177,6 +177,16 @@ def test_what_others_could_write_is_ignored_with_one_warning(name, cache, caplog
         assert cache.read_bytes() == before
 
 
+def test_what_was_opened_is_looked_at(cache, caplog, monkeypatch):
+    """By its name it may be another file by then."""
+    tuned.store(HERE, [entry()])
+    private, stat = os.stat(cache), os.stat
+    cache.chmod(0o646)
+    monkeypatch.setattr(os, "stat", lambda path, **how: private if str(path) == str(cache) else stat(path, **how))
+    found, said = loaded(caplog)
+    assert found == {} and "run chmod go-w" in said[0]
+
+
 def test_what_root_has_made_is_read(cache, caplog, monkeypatch):
     tuned.store(HERE, [entry()])
     if os.geteuid() == 0:
@@ -239,6 +249,7 @@ def test_what_was_measured_elsewhere_is_not_kept_beside_what_is_new(other, tmp_p
         path.write_text(json.dumps(a_table(entries=[entry(k=32).as_json()], **old)))
         tuned.store(HERE, [entry()], path)
         assert [found["k"] for found in json.loads(path.read_text())["entries"]] == kept
+        assert path.stat().st_mode & 0o777 == 0o644, "a file that is named is for others, too"
 
 
 def test_two_writers_and_a_reader(cache, caplog):
