@@ -190,6 +190,7 @@ def ends_in_the_making(group, how):
     left = engines()
     if how == "interrupt":
         works(group)
+    assert world.current().heap.in_use, "memory was given back to which a peer may still write"
     fluxlike.finalize()
     return said.partition(":")[0], left, held()[2]
 

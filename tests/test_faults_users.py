@@ -1,5 +1,6 @@
 """What a program does to its own rank: closing twice, forking, threads, an interrupt that is caught. On GPUs under torchrun."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -88,6 +89,26 @@ def in_a_child(act) -> None:
     assert said == "fine", f"in the child: {said}"
 
 
+@contextlib.contextmanager
+def held_by_a_thread(lock):
+    """As by one that is in a call."""
+    begun, done = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            begun.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
 def on_the_board(ctx) -> bytes:
     """What this rank has told the others."""
     start = ctx.board._starts[ctx.board._me]
@@ -131,7 +152,8 @@ def forks(group):
 
     for act in (refused, closed, dropped):
         said = on_the_board(ctx)
-        in_a_child(act)
+        with held_by_a_thread(ctx.control.lock):  # which in the child nobody gives back
+            in_a_child(act)
         assert on_the_board(ctx) == said, "the child said something in the name of the rank"
         call(ctx, 2)
     assert fluxlike.is_initialized()
