@@ -68,7 +68,7 @@ class LatePuts:
     def join(self) -> None:
         self._jobs.join()
 
-    quiet = join
+    quiet = close = abandon = join
 
 
 class Executor(cpu.CpuExecutor):

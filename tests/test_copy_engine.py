@@ -254,14 +254,19 @@ def test_a_side_stream_is_nobody_elses(monkeypatch):
     held = [lanes._raw, puts._raw, *[made._raw for made in engines]]
     assert len(set(held)) == 42 and cuda.streams.Own(torch.device("cuda", 1)).raw not in held
     engines[0].abandon()
-    stuck, free = engines[0]._raw, {made._raw for made in engines[1:]}
+    stuck, free = {engines[0]._raw}, {made._raw for made in engines[1:]}
+    for ends in ("abandon", "close"):
+        other = cuda.CudaPuts(executor)
+        (stuck if ends == "abandon" else free).add(other._raw)
+        getattr(other, ends)()
+        del other
     for made in engines[:20]:  # also of contexts that somebody still holds
         made.close()
     closed = engines[:20]
     del engines, made
-    again = [copy_engine.CudaCopyEngine(gpu) for _ in range(40)]
+    again = [copy_engine.CudaCopyEngine(gpu) for _ in range(41)]
     found = {made._raw for made in again}
-    assert len(found) == 40 and free < found and not found & {stuck, lanes._raw, puts._raw}
+    assert len(found) == 41 and free < found and not found & {*stuck, lanes._raw, puts._raw}
     del closed
     assert cuda.streams.Own(gpu, -1).raw not in found, "one that was given back twice"
     assert cuda.streams.Own(gpu).raw not in held, "of another priority"

@@ -206,3 +206,54 @@ def test_of_several_failures_the_cause_is_told(how, end, monkeypatch):
             act()
         assert named in f"{type(raised.value).__name__}: {raised.value}"
         ctx.close()  # it has been said
+
+
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+@pytest.mark.parametrize("joins", (True, False))
+def test_what_is_put_is_joined_where_a_call_ends_in_the_middle(op, joins, monkeypatch, caplog):
+    """Else a capture of the call ends with what CUDA says of work that is not joined. The call's own error stands in any case."""
+    joined = []
+
+    def join(self):
+        joined.append(len(self.made))
+        if not joins:
+            raise RuntimeError("cuEventRecord failed with CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
+
+    def ends(ctx, *_):
+        if ctx.messages._puts.made:
+            raise KeyError("mine")
+
+    monkeypatch.setattr(dry.DryPuts, "join", join)
+    monkeypatch.setattr(dry.DryExecutor, "post", lambda *_: None, raising=False)
+    monkeypatch.setattr(dry.DryExecutor, "post_to", lambda *_: None, raising=False)
+    with dry.recording((9, 0), 4, 0, 2) as records:
+        ctx = fluxlike.create_gemm_rs_context(64, 32, 64) if op == "gemm_rs" else fluxlike.create_ag_gemm_context(64, 32, 16)
+        ctx.together, launch = False, world.current().executor.launch
+        monkeypatch.setattr(world.current().executor, "launch", lambda *launched: (ends(ctx), launch(*launched)), raising=False)
+        with pytest.raises(KeyError, match="mine"):
+            if op == "gemm_rs":
+                fluxlike.gemm_rs(dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
+            else:
+                fluxlike.ag_gemm(dry.tensor((16, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16), ctx)
+        assert records and joined == [1]
+        assert ("are not joined: cuEventRecord failed" in caplog.text) is not joins
+        with pytest.raises(RuntimeError, match="an earlier call of this context was ended by KeyError"):
+            ctx.raise_if_failed()
+
+
+def test_the_stream_of_puts_of_a_context_that_ends(monkeypatch):
+    """Of one that is closed, the next context may have it; not where the device fails, or it cannot be closed."""
+    said = []
+    for name in ("close", "abandon"):
+        monkeypatch.setattr(dry.DryPuts, name, lambda self, name=name: said.append(name))
+    with dry.recording((9, 0), 4, 0, 2):
+        fluxlike.create_gemm_rs_context(64, 32, 64).close()
+        assert said == ["close"]
+        ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
+        monkeypatch.setattr(dry.DryExecutor, "synchronize", lambda self: (_ for _ in ()).throw(RuntimeError("the device fails")))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the device fails"):
+                ctx.close()
+        assert said == ["close"] and ctx in world.current().contexts
+        ctx.abandon()
+        assert said == ["close", "abandon"] and ctx.closed

@@ -13,6 +13,7 @@ A rank has a counterpart on every other node, and sends each one message a call.
     gather(x, rows, full)               all of them are waited for and put together; what follows may read only that
     read(node)                          what follows does not read it any more
     end()                               all that was sent has left its place
+    join()                              the same of a call that ends in the middle: the stream has no work beside it any more
 
 *Puts.* See `puts`, and where kernels put and give the credits `kernel_puts`.
 
@@ -69,6 +70,12 @@ class Messages:
     def peer(self, node: int) -> int:
         """The place in the group of this rank's counterpart on a node."""
         return self.nodes[node][self.control.local.rank]
+
+    def join(self) -> None:
+        """What is sent beside the current stream has left its place behind this on it; of nothing beside it, nothing is to do."""
+
+    def abandon(self) -> None:
+        """As `Held.abandon`."""
 
     def named(self, node: int) -> str:
         return f"rank {self.control.ranks[self.peer(node)]} on node {node}"

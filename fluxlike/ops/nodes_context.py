@@ -191,6 +191,7 @@ class NodesContext(Held):
     def broken(self, error: BaseException) -> None:
         """A call was ended by ``error``: no rank need wait in it any more, on this node or another."""
         heard(error, self.control.name)
+        self._join()
         if self._error is None:
             if isinstance(error, (PeerTimeout, CallMismatch)):
                 self._error = untraced(error)
@@ -203,6 +204,13 @@ class NodesContext(Held):
             self.inner.unseen_failure()  # what this node has found is not raised beside it
             self.inner.board.freeze()
             self.messages.give_up()
+
+    def _join(self) -> None:
+        """A call ends in the middle: a capture that has it ends with what the call raises, and not because of puts beside it."""
+        try:
+            self.messages.join()
+        except RuntimeError as problem:  # a capture that has failed, or a GPU, has an error of its own to report
+            world.log.warning("rank %d: puts of a call that failed are not joined: %s", self.group_ranks[self.rank], problem)
 
     def raise_if_failed(self) -> None:
         if self.world.is_forked or self.closed or self._error is not None or self._cause() is not None:  # in every call
@@ -255,6 +263,8 @@ class NodesContext(Held):
 
     def abandon(self) -> None:
         self.closed = True  # `inner`, which has the memory, is abandoned by itself
+        if getattr(self, "messages", None) is not None:  # of one that is half made, too
+            self.messages.abandon()
 
     def close(self) -> None:
         """Collective over the group; harmless when called again. As `GroupContext.close`, it raises what no call has raised."""
@@ -266,13 +276,13 @@ class NodesContext(Held):
                 self._close()
 
     def _close(self) -> None:
-        self.closed = True
-        if self in self.world.contexts:
-            self.world.contexts.remove(self)
         # what calls on other streams and replays of graphs have put is on its way only when they are done
         self.world.executor.synchronize()
         self.messages.quiet()
         self.world.executor.synchronize()
+        self.closed = True  # not where that raises: then finalize abandons it
+        if self in self.world.contexts:
+            self.world.contexts.remove(self)
         unseen = self.unseen_failure()
         everyone, _ = self.control.part(f"closing {self.label}")
         self.messages.close(everyone)

@@ -313,8 +313,13 @@ class Puts(Messages):
         """Queue a wait for what was put, and for credits: behind it they are where they belong."""
         self._puts.quiet()
 
+    def abandon(self) -> None:
+        self._puts.abandon()
+
     def close(self, everyone: bool) -> None:
         """The device is done; if ``everyone`` is, too, the memory may be used again."""
+        if hasattr(self, "_puts"):  # of what is half made, too
+            self._puts.close()
         if everyone:
             self._world.heap.free(self._block)
 

@@ -109,6 +109,14 @@ class CudaPuts:
         with self._executor.current():
             nvshmem.signal(address, 1, pe, streams.current(self._device), add=True)
 
+    def close(self) -> None:
+        """No put comes any more, and the device is done with those that came."""
+        self._own.give_back()
+
+    def abandon(self) -> None:
+        """No put comes any more, but one may be under way for ever, so nobody is to have the stream again."""
+        self._own.keep()
+
     def quiet(self) -> None:
         """What was queued here, on the current stream and of abort words is complete at the other nodes, once these are done."""
         if not self._executor.one_host:  # where GPUs write to each other that is so without

@@ -142,6 +142,8 @@ class DryPuts:
     def join(self) -> None:
         """Nothing is under way."""
 
+    close = abandon = join
+
     def add(self, address: int, pe: int) -> None:
         self.added.append((address, pe))
 
