@@ -151,6 +151,43 @@ def test_results_that_nobody_uses(world):
     run_ranks(some_are_used, world)
 
 
+def hooked(group):
+    """A hook of a weight whose result nobody uses: as those of weights that an operator of torch's has together."""
+    x, seen = numbers((2, 8), 1), []
+    ours, theirs = ([leaf(numbers((4, 8), seed)) for seed in (2, 3)] for _ in range(2))
+    for weights in (ours, theirs):
+        weights[1].register_hook(seen.append)
+    fluxlike.ag_gemm(x, ours, group=group)[0].sum().backward()
+    (x @ torch._foreach_mul(theirs, 1.0)[0].T).sum().backward()
+    assert seen == [None, None] and ours[1].grad is theirs[1].grad is None
+    assert ours[0].grad is not None and theirs[0].grad is not None
+
+
+def test_hooks_of_weights_that_nobody_uses():
+    run_ranks(hooked, 2)
+
+
+def on_some_ranks(group, says_k):
+    """x wants a gradient on rank 0 only, so the others gather for their weights alone: the calls are alike for all that."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    limit, ag.BESIDE_FROM = ag.BESIDE_FROM, 1  # what is gathered beside another call goes by another transport than this
+    try:
+        for m, n, k, dtype in ((8, 8, 8, torch.float32), (37, 24, 40, torch.bfloat16), (256, 64, 128, torch.float32)):
+            mine, dy = rows_slice(m, size, rank), numbers((m, n), 7, dtype)
+            x, w = numbers((m, k), 1 + rank, dtype).requires_grad_(rank == 0), leaf(numbers((n, k), 5 + rank, dtype))
+            fluxlike.gemm_rs(x, w, group=group, k=size * k if says_k else None).backward(dy[mine])
+            assert (x.grad is not None) == (rank == 0)
+            assert x.grad is None or torch.equal(x.grad, (dy.double() @ w.double()).to(dtype))
+            assert torch.equal(w.grad, dy.T @ x)
+    finally:
+        ag.BESIDE_FROM = limit
+
+
+@pytest.mark.parametrize("says_k", (False, True))
+def test_an_input_that_wants_a_gradient_on_some_ranks(says_k):
+    run_ranks(on_some_ranks, 3, says_k=says_k)
+
+
 def twice_of_a_bias(group):
     """Nothing is kept for a bias alone, so two losses may go through it, one behind the other."""
     size = dist.get_world_size(group)

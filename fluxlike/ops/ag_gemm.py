@@ -212,7 +212,8 @@ def _call(
             return _returned(weight, results, gathered)
         if ctx is None:
             sizes = {"max_m": m, "k": k}
-            ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=columns)
+            here = columns or cdiv(k, control.size)  # a rank without columns may be one of which none has any
+            ctx = kept("ag_gemm", AGGemmContext, control, x_shard.dtype, sizes, group, n_here=here)
         validate.call("ag_gemm", ctx, group, x_shard, {"M": (m, ctx.max_m, "max_m"), "K": (k, ctx.k, "k")})
         results = validate.outputs(outs, m, x_shard, weights, biases)
         gathered = x_shard.new_empty(m, k) if return_gathered else None
