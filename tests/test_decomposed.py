@@ -130,8 +130,7 @@ class Streams:
     """torch's streams, by names for numbers, one of which is current; ``said``: what they wait for."""
 
     def __init__(self, monkeypatch):
-        self.said, self.current, self.capturing, self.captured_elsewhere = [], "caller's", False, set()
-        self.capture = {}  # of each stream that is captured
+        self.said, self.current, self.capture = [], "caller's", {}  # the last of each stream that is captured
         event = SimpleNamespace(record=lambda stream: None, cuda_event=3)
         other = SimpleNamespace(cuda_stream="other", stream_id="other", device_index=0, device_type=1)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -139,20 +138,27 @@ class Streams:
         monkeypatch.setattr(driver, "make_stream", lambda priority: "other")
         monkeypatch.setattr(cuda.streams.Own, "_free", {})
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capture_of(self.current) != 0)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentStream", lambda index: (self.current, index, 1), raising=False)
         monkeypatch.setattr(torch._C, "_cuda_setStream", self.switch, raising=False)
         monkeypatch.setattr(driver, "order", self.order)
-        monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in self.captured_elsewhere)
-        monkeypatch.setattr(driver, "capture_of", lambda stream: self.capture.get(stream, 0))
+        monkeypatch.setattr(driver, "capture_of", self.capture_of)
 
     def switch(self, stream_id, device_index, device_type):
         assert (device_index, device_type) == (0, 1), "torch would make another device current"
         self.current = stream_id
 
+    def capture_of(self, stream):
+        return self.capture.get(stream, 0)
+
     def order(self, event, first, then):
+        """What waits for a stream of a capture is part of it; CUDA refuses an order of streams of two."""
         assert event == 3
+        of = self.capture_of(first)
+        assert self.capture_of(then) in (0, of), f"{then} of another capture than {first}"
+        if of:
+            self.capture[then] = of
         self.said.append(f"{then} waits for what {first} holds")
 
     @contextlib.contextmanager
@@ -162,10 +168,15 @@ class Streams:
         self.current = before
 
 
-def lanes_of(monkeypatch):
+def streams_of(monkeypatch):
     streams, executor = Streams(monkeypatch), object.__new__(cuda.CudaExecutor)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     executor.device, executor._lanes, executor._threads = torch.device("cuda", 0), {}, SimpleNamespace(known=True)
+    return streams, executor
+
+
+def lanes_of(monkeypatch):
+    streams, executor = streams_of(monkeypatch)
     lanes = executor.lanes("a group's")
     assert executor.lanes("a group's") is lanes is not executor.lanes("another's")  # contexts that are made anew share the streams
     return streams, lanes
@@ -207,9 +218,12 @@ def test_memory_of_the_second_lane_is_not_taken_from_who_still_reads_it(monkeypa
     assert [forked("a"), forked("a")] == [[], []]
     assert [forked("b"), forked("b")] == [["a"], []]
     assert [forked("c", until="d"), forked("a")] == [["b"], ["c", "d"]]
-    streams.capturing = True
+    streams.capture = {"of a capture": 1, "another of it": 1}
     assert forked("of a capture") == [], "a captured stream waits for one outside of the graph"
-    streams.capturing = False
+    assert [forked("another of it") for _ in range(2)] == [["of a capture"], []]
+    streams.capture = {"of a capture": 2}
+    assert forked("of a capture") == [], "behind what is in a graph that has ended"
+    streams.capture = {}
     assert forked("b") == ["a"]
 
 
@@ -223,9 +237,9 @@ def test_the_second_lane_stays_out_of_what_another_thread_captures(monkeypatch):
             return sorted(said.split()[-2] for said in streams.said)
 
     assert [forked("a"), forked("b")] == [["a"], ["a", "b"]]
-    streams.captured_elsewhere = {"b"}
+    streams.capture = {"b": 1}
     assert [forked("c"), forked("c")] == [["c"], ["c"]]
-    streams.captured_elsewhere = set()
+    streams.capture = {}
     assert [forked("c"), forked("c")] == [["b", "c"], ["c"]]
 
 
@@ -233,7 +247,7 @@ def test_the_second_lane_stays_out_of_what_another_thread_captures(monkeypatch):
 def test_a_call_on_another_stream_is_behind_the_second_lane(monkeypatch, capturing):
     """Whose caller has ordered it behind the first stream already, and cannot do more; a capture has no other edge to it."""
     streams, lanes = lanes_of(monkeypatch)
-    streams.capturing = capturing
+    streams.capture = {"a": 1, "b": 1} if capturing else {}
     with streams.switched("a"), contextlib.ExitStack() as joined:
         joined.enter_context(lanes.forked())
         with streams.switched("b"):
@@ -254,14 +268,70 @@ def test_a_call_on_another_stream_is_behind_the_second_lane(monkeypatch, capturi
 def test_no_graph_waits_for_what_is_not_in_it(monkeypatch, first, then, waits):
     """Of a lane that was forked at one time, and is joined, or waited for, at another."""
     streams, lanes = lanes_of(monkeypatch)
-    streams.capture, streams.capturing = first, bool(first)
+    streams.capture = first
     joined = contextlib.ExitStack()
     joined.enter_context(lanes.forked())
-    streams.capture, streams.capturing = then, bool(then)
+    streams.capture = then
     for join in (lanes.wait, joined.close):
         streams.said.clear()
         join()
         assert streams.said == ["caller's waits for what other holds"] * waits
+
+
+@pytest.mark.parametrize("what", ("lanes", "copy_engine", "puts"))
+def test_which_calls_are_beside_a_capture(monkeypatch, what):
+    """Those whose side stream another thread's graph has by now; the driver is not asked before a graph has had one."""
+    streams, executor = streams_of(monkeypatch)
+    monkeypatch.setattr(cuda.nvshmem, "put", lambda *_: None)
+    side = executor.lanes("a group's") if what == "lanes" else getattr(executor, what)()
+
+    def used():
+        if what == "puts":
+            side.put(100, 200, 64, 300, 256, 3)
+            side.join()
+            return
+        with side.forked() if what == "lanes" else contextlib.closing(SimpleNamespace(close=side.join)):
+            if what == "copy_engine":
+                side.fork()
+
+    used()
+    monkeypatch.setattr(driver, "capture_of", None)
+    assert not executor.is_beside_capture(side)
+    monkeypatch.setattr(driver, "capture_of", streams.capture_of)
+    streams.capture = {"caller's": 1, "another's": 2}
+    used()
+    assert streams.capture["other"] == 1 and not executor.is_beside_capture(side)
+    for name in ("of no capture", "another's"):
+        with streams.switched(name):
+            assert executor.is_beside_capture(side)
+    streams.capture = {}
+    with streams.switched("of no capture"):
+        assert not executor.is_beside_capture(side)
+
+
+@pytest.mark.parametrize("schedule", ("copy_engine", "decomposed", "in_kernel"))
+@pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
+def test_calls_beside_a_capture_are_refused(monkeypatch, op, schedule):
+    """Before the peers hear of one: neither it nor what is captured is of less use then. Without a side stream it goes on."""
+    asked, told, refused = [], [], []
+    with dry.recording((9, 0)) as records:
+        ctx = getattr(fluxlike, f"create_{op}_context")(64, 32, 64, schedule=schedule)
+        monkeypatch.setattr(dry.DryExecutor, "is_beside_capture", lambda self, *sides: asked.append(sides) or True)
+        monkeypatch.setattr(dry.DryBoard, "call", lambda self, text: told.append(text))
+        monkeypatch.setattr(dry.DryBoard, "refuse", lambda self, op: refused.append(op))
+        x, w = dry.tensor((64 if op == "gemm_rs" else 16, 64), torch.bfloat16), dry.tensor((32, 64), torch.bfloat16)
+        if schedule == "in_kernel":
+            getattr(fluxlike, op)(x, w, ctx)
+            assert records and told and not asked
+            return
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"{op}: another thread is capturing a CUDA graph of calls that"):
+                getattr(fluxlike, op)(x, w, ctx)
+        sides = [ctx.engine, ctx.lanes] if (op, schedule) == ("ag_gemm", "decomposed") else [ctx.engine]
+        assert asked == [tuple(sides)] * 2 and refused == [op] * 2 and not records and not told
+        monkeypatch.undo()
+        getattr(fluxlike, op)(x, w, ctx)
+        assert records
 
 
 @pytest.mark.parametrize("fails", (False, True))

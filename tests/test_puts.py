@@ -257,3 +257,17 @@ def test_the_stream_of_puts_of_a_context_that_ends(monkeypatch):
         assert said == ["close"] and ctx in world.current().contexts
         ctx.abandon()
         assert said == ["close", "abandon"] and ctx.closed
+
+
+def test_a_call_beside_a_capture_is_refused_once(monkeypatch):
+    """Before the ranks of other nodes can hear of it; and counted once."""
+    with dry.recording((9, 0), 4, 0, 2) as records:
+        ctx = fluxlike.create_gemm_rs_context(64, 32, 64)
+        x, w = dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(dry.DryExecutor, "is_beside_capture", lambda self, *sides: ctx.messages._puts in sides)
+            with pytest.raises(RuntimeError, match="gemm_rs: another thread is capturing a CUDA graph"):
+                fluxlike.gemm_rs(x, w, ctx)
+        assert ctx.control.between == ctx.control.refused == 1 and not records
+        fluxlike.gemm_rs(x, w, ctx)
+        assert ctx.control.between == 2 and records

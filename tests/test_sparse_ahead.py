@@ -124,6 +124,10 @@ def apart_from_their_graph(group):
                 patch.setattr(executor, "capture", usual)
 
         whole = reduced(False)
+        with pytest.MonkeyPatch.context() as beside:
+            beside.setattr(executor, "is_beside_capture", lambda *sides: ctx._lanes in sides)
+            with pytest.raises(RuntimeError, match="sparse_all_reduce: another thread is capturing a CUDA graph"):
+                ctx.start_indices(ids)
         ctx.start_indices(ids)
         with pytest.raises(ValueError, match="ids were started before the CUDA graph of their gradient; call start_indices"):
             reduced(True)

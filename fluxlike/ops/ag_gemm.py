@@ -19,7 +19,7 @@ from .context import Context, check_arguments, kept
 from .dispatcher import by_op
 from .group import Prepared, Told, resolve
 from .nodes_context import NodesContext
-from .refusals import Refusing, check_context
+from .refusals import Refusing, beside_capture, check_context
 
 #: A gather beside another launch goes by the copy engine if a shard has so many bytes.
 BESIDE_FROM = 4 << 20
@@ -345,6 +345,8 @@ def _make(
     if isinstance(plan, decomposed.Gather):
         decomposed.ag_gemm(ctx, plan, x, operands[1:], biases, results, gathered)
         return
+    if plan.copies:
+        beside_capture(ctx.op, ctx.world.executor, ctx.engine)
     with ctx.start(plan.call) as slot:
         shard, *operands = tiling.padded(operands, plan.padded)
 

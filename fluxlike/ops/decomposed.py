@@ -84,6 +84,7 @@ from ..kernels.tiles import cdiv, rows_of
 from ..runtime import racecheck
 from . import cost, tiling
 from .group import Prepared, Told
+from .refusals import beside_capture
 
 if TYPE_CHECKING:
     from .ag_gemm import AGGemmContext
@@ -180,6 +181,7 @@ def ag_gemm(
             racecheck.host_read(rows)
             gathered[start : start + len(rows)].copy_(rows)
 
+    beside_capture(ctx.op, ctx.world.executor, ctx.engine, ctx.lanes)
     with ctx.start(plan.call) as slot:
         if ctx.size == 1:
             consume(x, 0)
@@ -258,6 +260,7 @@ def gemm_rs(
         start, out = plan.partials[step - 1]
         ctx.multiply(x[start : start + len(out)], weight, out)
 
+    beside_capture(ctx.op, ctx.world.executor, ctx.engine)
     with ctx.start(plan.call) as slot:
         if ctx.size == 1:
             ctx.multiply(x, weight, y, bias)

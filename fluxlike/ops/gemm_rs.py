@@ -20,7 +20,7 @@ from .context import Context, check_arguments, kept
 from .dispatcher import by_op
 from .group import Prepared, Told, resolve
 from .nodes_context import NodesContext
-from .refusals import Refusing, check_context
+from .refusals import Refusing, beside_capture, check_context
 
 
 class GemmRSContext(Context):
@@ -245,6 +245,8 @@ def _make(
     if isinstance(plan, decomposed.Scatter):
         decomposed.gemm_rs(ctx, number, plan, x, weight, bias, y)
         return
+    if plan.copies:
+        beside_capture(ctx.op, ctx.world.executor, ctx.engine)
     with ctx.start(plan.call) as slot:
         x, weight = tiling.padded((x, weight), plan.padded)
         tensors = x, tiling.stored(weight)[0], y if bias is None else bias, y, y

@@ -51,6 +51,8 @@ class Messages:
     ``latency_alone``, where nothing runs beside it.
     """
 
+    #: Side streams of calls.
+    sides: tuple[Any, ...] = ()
     rate = cost.NETWORK_RATE
     latency = latency_alone = cost.PUT
 

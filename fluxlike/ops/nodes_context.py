@@ -15,6 +15,7 @@ from .kernel_puts import AllKernelPuts, KernelPuts
 from .making import Held
 from .messages import Letters
 from .puts import Puts
+from .refusals import beside_capture
 
 #: Rows up to which there is memory to make a call of all nodes' rows together.
 TOGETHER = 1024
@@ -133,6 +134,7 @@ class NodesContext(Held):
 
     def begin(self) -> None:
         """A call begins. Raises what is known to have failed."""
+        beside_capture(self.op, self.world.executor, *self.messages.sides, self.inner.engine)
         self.control.between += 1
         self.raise_if_failed()
         self.stats["calls"] += 1

@@ -116,6 +116,7 @@ class Puts(Messages):
         self.ctl = executor.lasting(lambda: torch.tensor(ctl, dtype=torch.int64, device=self._world.device))
         self._there = executor.lasting(lambda: torch.tensor(self._pes, dtype=torch.int32, device=self._world.device))
         self._puts = executor.puts()
+        self.sides = (self._puts,)
 
     # -- what is made once, as it takes the host long -------------------------------------------------------------------
 

@@ -67,6 +67,16 @@ def check_context(op: str, ctx: Any, kind: Any, group: dist.ProcessGroup | None)
         validate.context(op, ctx, kind)
 
 
+def beside_capture(op: str, executor: Any, *sides: Any) -> None:
+    """RuntimeError if another thread is capturing a CUDA graph that has a side stream of this call, which is not in it."""
+    if executor.is_beside_capture(*sides):
+        raise RuntimeError(
+            f"{op}: another thread is capturing a CUDA graph of calls that have a side stream in common with this one, which is "
+            "not part of the graph; make calls on one context, and on one group those of schedule 'decomposed' and sparse ones, in "
+            "the thread that captures, or when the capture has ended"
+        )
+
+
 def reduction(op: str, name: Any, group: dist.ProcessGroup | None) -> str:
     """`validate.reduction` of a call of ``op``, in front of all else that it does."""
     with leaving_out(op, group):

@@ -22,7 +22,7 @@ from . import exchange, sparse_index, tiling, validate
 from .exchange import MOST, OF_BULK, OPS, OVER, Compiled, EpochContext, ExchangeContext, Kind
 from .group import resolve
 from .keeping import in_step, kept
-from .refusals import Refusing, check_context
+from .refusals import Refusing, beside_capture, check_context
 from .sparse_arguments import MOST_ROWS, NAME, SCATTER, check, check_ids, countable, wire_of
 from .sparse_index import HEAD, ROW, room
 
@@ -138,6 +138,7 @@ class SparseAllReduceContext(EpochContext):
 
         ``scatter``: each rank gets its part of the table only.
         """
+        beside_capture(NAME, self.world.executor, self._lanes)
         self.record(**({"scatter": 1} if scatter else {}), n=table_rows, ids=capacity)  # short: a text has 176 characters
         joined = ExitStack()
         try:
@@ -198,7 +199,7 @@ class SparseAllReduceContext(EpochContext):
                     "of the gradient, in its order"
                 )
         pending.joined.close()
-        if not capture:  # a graph keeps its memory to itself
+        if not capture:  # a graph keeps its memory to itself, and in there the lanes see to it
             for made in (pending.local.order, pending.local.starts, *pending.table):  # on the stream of the exchange
                 self.world.executor.in_use(made)
         if pending.ids is not ids:

@@ -74,15 +74,15 @@ class CudaCopyEngine:
         self._raw = self._own.raw
         self._order = Order(device)
         #: Whether the stream has had a job, and whether a graph has one: see above.
-        self._begun, self._captured = False, False
+        self._begun, self.captured = False, False
         #: None for what could not be made one.
         self._graphs: dict[Any, int | None] = {}
         self._once: set[Any] = set()
 
     def fork(self) -> None:
         self._from = current(self._device)
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        if self._captured or not self._begun:
+        self.captured = self.captured or torch.cuda.is_current_stream_capturing()
+        if self.captured or not self._begun:
             self._order(self._from, self._raw)
         self._begun = True
 

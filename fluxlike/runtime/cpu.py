@@ -209,6 +209,9 @@ class CpuExecutor:
     def capture(self) -> int:
         return 0
 
+    def is_beside_capture(self, *sides: Any) -> bool:
+        return False
+
     def on_same_stream(self, last: Any) -> Any:
         return None
 

@@ -29,28 +29,27 @@ class CudaLanes(Lanes):
     """The tail of a product on one stream leaves multiprocessors idle, which the next one, on the other, begins to use.
 
     What is allocated on the other stream goes back to torch for that stream once it is dropped, also while a stream still reads it
-    that it was joined to. So the other one begins behind all of those, not only behind the one that calls next. That keeps such
-    memory from this stream; from others, and from being unmapped, only `CudaExecutor.in_use` does.
+    that it was joined to. So the other one begins behind all of those, not only behind the one that calls next; in a capture, whose
+    memory is the graph's, behind those of the capture. That keeps such memory from this stream; from others, and from being
+    unmapped, only `CudaExecutor.in_use` does.
     """
+
+    captured = False
 
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
         self._own, self._order = streams.Own(self._device), streams.Order(self._device)
         self._other, self._raw = self._own.stream, self._own.raw
-        #: Streams of callers since the other one last began behind all of them; none of a capture, whose memory is the graph's.
-        self._callers: set[int] = set()
+        #: Streams of callers since the other one last began behind all of them, each with the capture that it was part of, or 0.
+        self._callers: set[tuple[int, int]] = set()
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
         with self._executor.current():
-            current = streams.current(self._device)
+            current, capture = streams.current(self._device), self._executor.capture()
+            self.captured = self.captured or capture != 0
             self._order(current, self._raw)
-            if not torch.cuda.is_current_stream_capturing():
-                # what waits for a stream that another thread is capturing would become part of its graph
-                captured = {caller for caller in self._callers - {current} if driver.is_capturing(caller)}
-                for caller in self._callers - {current} - captured:
-                    self._order(caller, self._raw)
-                self._callers = captured
+            self._follow(current, capture)
         try:
             yield
         finally:  # also after an error: what the other stream works on may be freed
@@ -58,9 +57,18 @@ class CudaLanes(Lanes):
                 now = streams.current(self._device)
                 # ids may be started on another one, which the caller has ordered before this one already
                 for stream in (current, now) if now != current else (current,):
-                    self._join(stream)
-                if not torch.cuda.is_current_stream_capturing():
-                    self._callers |= {current, now}
+                    self._callers.add((stream, self._join(stream)))
+
+    def _follow(self, current: int, capture: int) -> None:
+        """The other stream begins behind all callers of this capture, or of none, and so behind ``current``, which it is by now."""
+        left = set()
+        for caller, then in self._callers - {(current, capture)}:
+            now = driver.capture_of(caller)
+            if now == then == capture:
+                self._order(caller, self._raw)
+            elif then == 0 or now == then:  # what waits for a stream that is being captured would become part of its graph
+                left.add((caller, then))
+        self._callers = left
 
     def of(self, turn: int) -> contextlib.AbstractContextManager[Any]:
         if not turn % 2:
@@ -77,17 +85,21 @@ class CudaLanes(Lanes):
         with self._executor.current():
             self._join(streams.current(self._device))
 
-    def _join(self, stream: int) -> None:
+    def _join(self, stream: int) -> int:
         """``stream`` waits for the other one, but not where a graph is captured of one of the two alone: a graph cannot wait for
-        what is outside of it, nor for what is in one whose capture has ended."""
-        if driver.capture_of(self._raw) == driver.capture_of(stream):
+        what is outside of it, nor for what is in one whose capture has ended. Returns the capture of ``stream``, or 0."""
+        capture = driver.capture_of(stream)
+        if driver.capture_of(self._raw) == capture:
             self._order(self._raw, stream)
+        return capture
 
 
 class CudaPuts:
     """A side stream of puts to other nodes. Between GPUs of one host NVSHMEM copies; else a kernel of its own rings the network
     card, which must find a place beside a product: therefore the priority.
     """
+
+    captured = False
 
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
@@ -97,6 +109,7 @@ class CudaPuts:
     def put(self, to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
         with self._executor.current():
+            self.captured = self.captured or torch.cuda.is_current_stream_capturing()
             self._order(streams.current(self._device), self._raw)
             nvshmem.put(to, source, nbytes, signal, more, pe, self._raw)
 
@@ -373,6 +386,16 @@ class CudaExecutor:
     def capture(self) -> int:
         """The number of the capture that the current stream is part of, or 0."""
         return driver.capture_of(streams.current(self.device)) if self.is_capturing() else 0
+
+    def is_beside_capture(self, *sides: streams.Side) -> bool:
+        """Whether one of these is part of a capture that the current stream is not part of, as that of another thread: what would
+        be queued there could not be outside of it, and CUDA would end the capture.
+        """
+        held = [side._raw for side in sides if side.captured]  # seldom any
+        if not held:
+            return False
+        with self.current():
+            return any(driver.capture_of(raw) not in (0, self.capture()) for raw in held)
 
     def on_same_stream(self, last: Any) -> Any:
         """Order this call behind the context's last one when the caller has changed streams; returns today's stream.

@@ -206,6 +206,9 @@ class DryExecutor:
     def capture(self) -> int:
         return 0
 
+    def is_beside_capture(self, *sides: Any) -> bool:
+        return False
+
     def on_same_stream(self, last: Any) -> Any:
         return None
 

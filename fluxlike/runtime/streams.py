@@ -1,7 +1,7 @@
 """Streams by their numbers, ordered straight through the driver: torch's objects of them take a slow host 10 to 20 µs each time."""
 
 import threading
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -46,6 +46,14 @@ class Own:
     def __del__(self) -> None:
         if hasattr(self, "raw"):
             self.give_back()
+
+
+class Side(Protocol):
+    """What has a stream of its own."""
+
+    _raw: int
+    #: Whether a graph has been captured of it.
+    captured: bool
 
 
 class Switched:
