@@ -289,6 +289,30 @@ def test_nothing_keeps_torch_groups_alive(how):
         assert outcome.ok and outcome.value == 0, str(outcome)
 
 
+def mapped_after_finalize(group):
+    """Mappings of boards and of the heap, before and after finalize, where Python collects no garbage between."""
+    found = []
+    gc.collect()
+    gc.disable()
+    for calls in (False, True):
+        fluxlike.init(heap="shm", heap_bytes=4 << 20)
+        ctx = fluxlike.create_gemm_rs_context(24, 12, dtype=torch.float32)
+        if calls:
+            fluxlike.gemm_rs(*[torch.ones(4, 4, device="cpu") for _ in range(2)])
+        ctx.close()
+        del ctx
+        found.append(Path("/proc/self/maps").read_text().count("fluxlike-"))
+        fluxlike.finalize()
+        found.append(Path("/proc/self/maps").read_text().count("fluxlike-"))
+    return found
+
+
+def test_mappings_go_with_finalize():
+    """Not with the next collection of garbage: the heap may be large."""
+    for outcome in run_fresh(mapped_after_finalize, 2):
+        assert outcome.value and outcome.value[1::2] == [0, 0] and min(outcome.value[::2]) > 0, str(outcome)
+
+
 def test_a_python_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(RuntimeError, match=r"needs Triton 3.6 to 3.9, .* pip install 'triton>=3.6,<3.10'"):

@@ -413,9 +413,9 @@ class ControlGroup:
         """Drop the connections now, and torch's group, which then ends when torch ends it, though this be kept or part of a cycle.
 
         Gloo's threads must not be left to the end of the interpreter, which some do not survive: one may end it
-        with SIGABRT.
+        with SIGABRT. Nor does the board's mapping wait for the garbage collector, where no context is kept.
         """
-        self._gloo = self._begun = self._left = self.group = self._devices = self._store = None
+        self._gloo = self._begun = self._left = self.group = self._devices = self._store = self.board = None
 
     def barrier(self, what: str) -> None:
         """Wait for every rank of the group, bounded."""

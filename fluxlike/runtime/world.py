@@ -249,6 +249,7 @@ class World:
             self._disconnect()
             for context in tuple(self.contexts):  # what could not be closed
                 context.abandon()
+            self.cached.clear()  # their mappings shall go now, and not wait for the garbage collector
         if unseen:
             raise unseen[0]
 
