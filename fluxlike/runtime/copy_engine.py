@@ -163,8 +163,8 @@ class CudaCopyEngine:
 
     def _flush(self) -> None:
         if self._batch:
-            driver.batch(self._raw, self._batch)
-            self._batch.clear()
+            batch, self._batch = self._batch, []  # nothing of what the driver refuses is left to the next call
+            driver.batch(self._raw, batch)
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         """Copy ``rows`` rows of ``width`` bytes."""
