@@ -406,6 +406,16 @@ def test_shapes_of_trace_for_the_interpreter(capsys, monkeypatch):
     assert "would take hours" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", ("x", "", "0"))
+def test_a_number_of_ranks_that_is_none(said, capsys, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", said)
+    with pytest.raises(SystemExit) as end:
+        trace.parse(["gemm_rs", "--shapes", "8x8x8"])
+    assert end.value.code == 2 and f"WORLD_SIZE={said!r} is not a whole number above 0; unset it" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(ranks.TORCHRUN, reason="starts its own ranks")
 def test_a_complaint_of_a_rank_that_comes_late(tmp_path):

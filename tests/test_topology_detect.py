@@ -200,9 +200,11 @@ def test_without_gpus(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"no CUDA GPU.*FLUXLIKE_TOPOLOGY"):
         LinkMatrix.detect()
-    for options in ([], ["--probe"]):
+    named = "name a topology by FLUXLIKE_TOPOLOGY, or name a preset: python -m fluxlike topo p3.16xlarge"
+    unprobed = "leave out --probe, which measures copies between the GPUs of a machine"  # of no topology that is named
+    for options, remedy in (([], named), (["--probe"], unprobed)):
         assert topo.main(options) == 1
-        assert capsys.readouterr().err.endswith(", or name a preset: python -m fluxlike topo p3.16xlarge\n")
+        assert capsys.readouterr().err == f"topo: torch sees no CUDA GPU, so there are no links to detect; {remedy}\n"
 
 
 def test_a_machine_that_is_too_large_is_refused_before_it_is_shown(capsys):

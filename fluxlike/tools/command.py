@@ -81,14 +81,23 @@ def refuse_large(parser: argparse.ArgumentParser, shapes: Iterable[Any], cuda: b
 
 
 def ranks() -> int:
-    """How many there are, as the launcher says; of a process group that is there already, its own."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    """How many there are, as the launcher says; of a process group that is there already, its own. ValueError: it says none."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or not int(said):
+        raise ValueError(f"WORLD_SIZE={said!r} is not a whole number above 0; unset it, and start the ranks by scripts/launch.sh")
+    return int(said)
 
 
 def refuse_uneven(parser: argparse.ArgumentParser, shapes: Iterable[Any], kind: type[Problem]) -> None:
     """Ends the process if the ranks do not divide one of ``shapes``, before they meet."""
+    try:
+        count = ranks()
+    except ValueError as error:
+        parser.error(str(error))
     for shape in shapes:
-        why = kind.unfit(shape, ranks())
+        why = kind.unfit(shape, count)
         if why is not None:
             parser.error(f"--shapes: {shape}: {why}")
 

@@ -225,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         if once.cannot_print(error):
             raise
-        preset = ", or name a preset: python -m fluxlike topo p3.16xlarge" if detect.REMEDY in str(error) else ""
-        print(f"topo: {error}{preset}", file=sys.stderr)
+        said, preset = str(error), f"{detect.REMEDY}, or name a preset: python -m fluxlike topo p3.16xlarge"
+        instead = "leave out --probe, which measures copies between the GPUs of a machine" if asked.probe else preset
+        print(f"topo: {said.replace(detect.REMEDY, instead)}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
