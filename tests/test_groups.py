@@ -182,14 +182,16 @@ def crossed(group):
         mine._set_group_name(f"{number} of rank {rank}")
     fluxlike.init(heap="shm", heap_bytes=1 << 20)
     sums: dict[int, float] = {}
+    grown: list[int] = []
     failed: dict[int, str] = {}
 
     def reduce(which):
         sums[which] = fluxlike.all_reduce(torch.full((4,), 10.0**which), group=groups[which])[0].item()
 
     def grow(which):
-        size = 1024 if which else 16
+        size = 1024 if which else 512  # both are more than the heap has
         fluxlike.create_gemm_rs_context(size, size, group=groups[which])
+        grown.append(which)
 
     def overgrow(which):
         try:
@@ -212,7 +214,7 @@ def crossed(group):
             thread.start()
         for thread in threads:
             thread.join()
-    assert sums == {0: 2, 1: 20}, sums
+    assert sums == {0: 2, 1: 20} and sorted(grown) == [0, 1], (sums, grown)
     assert failed.get(1) == "no more memory", failed
     world.current().contexts.sort(key=lambda context: context.control.key, reverse=rank > 0)
     since = time.monotonic()

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from ranks import device, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.runtime import cuda, nvshmem, world
+from fluxlike.runtime import calls, cuda, nvshmem, world
 from fluxlike.runtime.errors import PeerTimeout
-from fluxlike.runtime.heap import ALIGN, first_fit, give, shown, take
+from fluxlike.runtime.heap import ALIGN, SymmetricHeap, first_fit, give, shown, take
 
 SIZE = 64
 
@@ -182,8 +182,40 @@ def nobody_died(group):
     assert world.current().control.board.gone() == []
 
 
+@pytest.fixture
+def alone():
+    """A heap of one rank, of 4 KiB."""
+    control = SimpleNamespace(ranks=[0], gather=lambda value, what: [value])
+    control.whole = control
+    return SymmetricHeap(lambda nbytes, _: SimpleNamespace(nbytes=nbytes, addresses=[1 << 20]), control, 1 << 12)
+
+
+def test_a_heap_grows_by_no_less_than_it_began_with(alone):
+    """Else each of many small contexts would have a segment, which all ranks make together."""
+    for _ in range(12):
+        alone.allocate(1 << 10, alone._sharing, [0])
+    assert [segment.nbytes for segment in alone.segments] == [1 << 12] * 3
+
+
+def test_what_another_rank_could_not_do_is_known(alone):
+    others = SimpleNamespace(gather=lambda value, what: [value, "no memory there"])
+    assert str(alone._try_to_grow(1 << 12, others)) == "no memory there"
+
+
+def test_what_another_thread_has_taken_is_not_taken_again(alone):
+    assert [alone._take(0, 512, nbytes) for nbytes in (1024, 1024, 512)] == [True, False, False] and alone.in_use == 1024
+
+
 def test_living_ranks_are_not_taken_for_dead():
     run_ranks(nobody_died, 4)
+
+
+def test_a_process_that_has_got_the_number_of_a_dead_rank():
+    board, head = object.__new__(calls.CallBoard), [0, os.getpid(), calls._process(os.getpid())[1], 0]
+    board._heads = [head]
+    assert board._process_state(0) != ""
+    head[calls._SINCE] -= 1
+    assert board._process_state(0) == ""
 
 
 @pytest.mark.parametrize("begun_on", (0, 1))

@@ -70,6 +70,14 @@ def test_a_rank_that_never_comes():
         assert outcome.ok, str(outcome)
 
 
+def test_who_has_given_up_is_not_taken_for_waiting(monkeypatch):
+    monkeypatch.setattr(world, "STARTING_S", 0.1)
+    monkeypatch.setenv("FLUXLIKE_TIMEOUT_S", "0.1")
+    store = dist.HashStore()
+    for rank in range(2):
+        refuses(lambda: world._await_all(store, rank, 2), fluxlike.PeerTimeout, f"not ranks [{1 - rank}];")  # noqa: B023
+
+
 @pytest.mark.parametrize("checked", (False, True))
 def test_init_works_after_inits_that_failed(checked):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun has it: one for all that comes

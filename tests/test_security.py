@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.runtime import memfd, nvshmem, wire, world
+from fluxlike.runtime import memfd, nvshmem, shm, wire, world
 
 PACKAGE = Path(fluxlike.__file__).parent
 
@@ -147,6 +147,19 @@ def test_an_interrupt_leaves_no_descriptor(shared, monkeypatch, reserve):
     with pytest.raises(KeyboardInterrupt):
         memfd.open_peer(os.getpid(), shared, mmap.PAGESIZE)
     monkeypatch.undo()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("step", ("making", "sharing", "mapping"))
+def test_memory_that_a_rank_cannot_have_leaves_no_descriptor(step):
+    def agree(what, *_):
+        if what == f"{step} it":
+            raise ValueError("of the test")
+
+    control = types.SimpleNamespace(rank=0, agree=agree, gather=lambda value, what: agree(what) or [value])
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="of the test"):
+        shm.share(mmap.PAGESIZE, control, "it")
     assert len(os.listdir("/proc/self/fd")) == before
 
 
