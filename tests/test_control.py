@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from faults import told
 from ranks import run_fresh
 
 import fluxlike
-from fluxlike.runtime import control, world
+from fluxlike.runtime import control, store, world
 
 LIMIT = {"FLUXLIKE_TIMEOUT_S": "0.5"}  # of a meeting 2.5 s
 HEAP = 4 << 20
@@ -136,6 +137,12 @@ WRONG = {
 }
 
 
+def test_a_store_is_waited_in_for_no_longer_than_is_said():
+    polling = store.PollingStore(dist.HashStore(), 0.05)
+    for wait, seconds in ((lambda: polling.get("a"), 0.05), (lambda: polling.wait(["a"], timedelta(milliseconds=20)), 0.02)):
+        assert f"timed out after {seconds:g} s" in told(wait, RuntimeError)[0]
+
+
 def cannot_read(group):
     """One rank's environment has values that there are not: all are told, and nobody waits."""
     said = {}
@@ -239,12 +246,16 @@ def comes_too_late(group):
     """Rank 1 comes to the making of a context when rank 0 has left: all attempts fail until both begin anew, as they are told."""
     init()
     adds()
+    ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
     if dist.get_rank() == 1:
         time.sleep(3.5)
     said = []
     for _ in range(2):
         said.append(told(lambda: fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32), fluxlike.PeerTimeout)[0])
         dist.barrier()
+    before = world.current().heap.in_use
+    ctx.close()
+    assert world.current().heap.in_use == before, "memory was given back to which a rank that has not come may write"
     fluxlike.finalize()
     init()
     fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32).close()

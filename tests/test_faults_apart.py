@@ -419,7 +419,9 @@ def handles(group, late, own):
             fluxlike.gemm_rs(x, w, ctx, group=group)  # on GPUs who calls first is told in the next call
         if ctx is not None and turn == 1:
             ctx.close()
-        ctx = make()
+        old, ctx = ctx, make()
+        if turn != 1 and old is not None:
+            assert "CallMismatch" in told(lambda: fluxlike.gemm_rs(x, w, old), ValueError)[0], "it is of no more use"  # noqa: B023
         for made in (ctx, None):
             assert torch.equal(fluxlike.gemm_rs(x, w, made, group=group), right), f"turn {turn}"
     told(ctx.close, ValueError)
@@ -479,6 +481,29 @@ def differs_behind(group, late):
 def test_what_differs_behind_a_refused_call(late):
     for outcome in run_fresh(differs_behind, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, late=late):
         assert outcome.ok, str(outcome)
+
+
+def makes_one_behind(group):
+    """Rank 0 refuses a call and makes one that waits for nobody; then rank 1 makes the first: that they differ is told to both."""
+    x, w = (torch.ones(8, 16, device=device()) for _ in range(2))
+
+    def make():
+        return fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32, group)
+
+    ctx = make()
+    if dist.get_rank(group) == 0:
+        with pytest.raises(ValueError, match="float64"):
+            fluxlike.gemm_rs(x.double(), w, ctx)
+        ctx.record(M=0, N=8)
+    dist.barrier(group)
+    said, _ = told(make if dist.get_rank(group) == 0 else lambda: fluxlike.gemm_rs(x, w, ctx), ValueError)
+    assert "CallMismatch" in said and "this rank refused" in said, said
+    with make() as ctx:
+        assert fluxlike.gemm_rs(x, w, ctx).eq(32).all()
+
+
+def test_a_call_behind_one_that_was_refused():
+    run_ranks(makes_one_behind, 2)
 
 
 def an_unknown_id(group):

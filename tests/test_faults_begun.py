@@ -24,13 +24,13 @@ class OutOfMemory(RuntimeError):
 
 
 @contextlib.contextmanager
-def failing(where, name):
+def failing(where, name, kind=OutOfMemory):
     """Once."""
     kept = getattr(where, name)
 
     def fails(*args, **how):
         setattr(where, name, kept)
-        raise OutOfMemory("of the test")
+        raise kind("of the test")
 
     setattr(where, name, fails)
     try:
@@ -183,6 +183,21 @@ def lacking(call):
         for name in OWN:
             patch.setattr(executor, name, partial(counted, name, getattr(executor, name)))
         yield asked
+
+
+def interrupted_in_the_making(group):
+    """Rank 0 is interrupted in front of where a context is counted. Of those that follow all ranks have the same number."""
+    make = partial(fluxlike.create_gemm_rs_context, 8, 8, 8, torch.float32, group, "in_kernel")
+    if dist.get_rank(group) == 0:
+        with failing(world.current().executor, "synchronize", KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            make()
+    said, took = told(make, ValueError)
+    assert "at 'create_gemm_rs_context'" in said and "at 'making context " in said and took < SOON_S, said
+    works(group)
+
+
+def test_an_interrupt_in_the_making_of_a_context():
+    run_ranks(interrupted_in_the_making, 2)
 
 
 def held():

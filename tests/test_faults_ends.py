@@ -35,6 +35,15 @@ def engines() -> int:
     return sum(thread.is_alive() for thread in threads)
 
 
+def logged() -> list[str]:
+    """What is logged from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fluxlike").addHandler(handler)
+    return lines
+
+
 def device_fails(group, error, who):
     """Ranks cannot wait for their device, as after a bad kernel, or are interrupted there; contexts are open."""
     start()
@@ -47,7 +56,9 @@ def device_fails(group, error, who):
 
         world.current().executor.synchronize = fails
     world.current().heap.close = world.current().executor.stop = lambda: os._exit(4)  # collective, without a deadline
+    lines = logged()
     said, took = told(fluxlike.finalize, RuntimeError, KeyboardInterrupt)
+    assert len(who) < 2 or any("fluxlike.finalize: the device of ranks [0, 1] fails" in line for line in lines), lines
     assert not fluxlike.is_initialized()
     del before
     _, _, maps = held()
@@ -145,12 +156,9 @@ def waits(group):
     for one in (None, *groups):
         fluxlike.all_reduce(torch.ones(8), group=one)
     dist.barrier()
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("fluxlike").addHandler(handler)
+    lines = logged()
     said, took = told(fluxlike.finalize, RuntimeError) if dist.get_rank() == 0 else ("", 0)
-    limits = ["FLUXLIKE_TIMEOUT_S sets the limit" in line for line in logged]
+    limits = ["FLUXLIKE_TIMEOUT_S sets the limit" in line for line in lines]
     dist.barrier()
     fluxlike.finalize()
     start()
@@ -230,6 +238,26 @@ def ends_beside(group):
 def test_what_ends_while_another_thread_is_in_a_call():
     for outcome in fresh(ends_beside, 2, LIMIT):
         assert outcome.ok and outcome.value == [16, 16], str(outcome)
+
+
+def ends_at_once(group):
+    """Two threads end fluxlike at a time."""
+    start()
+    said = []
+    threads = [threading.Thread(target=lambda: said.append(told(fluxlike.finalize, Exception)[0])) for _ in range(2)]
+    with world.current().control.lock:  # both have begun
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        assert fluxlike.is_initialized(), "a call that a thread is in may look for the world"
+    for thread in threads:
+        thread.join()
+    return said
+
+
+def test_two_threads_that_end_fluxlike():
+    for outcome in fresh(ends_at_once, 2, LIMIT):
+        assert outcome.ok and outcome.value == ["", ""], str(outcome)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU heap's copy engine")

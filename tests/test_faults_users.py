@@ -17,6 +17,7 @@ from interp import interrupt_when
 from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
+from fluxlike.ops import making
 from fluxlike.ops.spinning import _waits as waits
 from fluxlike.runtime import calls, programs, world
 
@@ -39,6 +40,21 @@ def closes_twice(group):
 
 def test_a_context_closed_twice():
     run_ranks(closes_twice, 3)
+
+
+class Closing(making.Held):
+    group_ranks, rank = (0,), 0
+
+    def close(self):
+        raise ValueError("the ranks differ")
+
+
+def test_what_closing_finds_out_hides_no_error(caplog):
+    with pytest.raises(KeyError), Closing():
+        raise KeyError
+    assert caplog.messages == ["rank 0: the ranks differ"]
+    with pytest.raises(ValueError, match="the ranks differ"), Closing():
+        pass
 
 
 def launches_outside(group):
@@ -233,6 +249,21 @@ def one_group_each(group):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that take all of a GPU run in one order, which the ranks must share")
+def one_new_group(group):
+    """Two threads of each rank make the first call on a group."""
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    both, found = dist.new_group(), []
+    time.sleep(0.5 * dist.get_rank())  # the first rank's threads have both begun
+    assert not at_once(*[lambda: found.append(world.current().control_of(both))] * 2)
+    fluxlike.finalize()
+    return found[0] is found[1]
+
+
+def test_threads_that_connect_one_group():
+    for outcome in run_fresh(one_new_group, 2, {"FLUXLIKE_TIMEOUT_S": "5"}):
+        assert outcome.ok and outcome.value, str(outcome)
+
+
 def test_threads_on_two_groups():
     run_ranks(one_group_each, 4, makes_groups=True)
 

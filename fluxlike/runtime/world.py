@@ -267,8 +267,6 @@ class World:
             except Exception as error:
                 failure = error
             unseen += [] if failure is None else [failure]
-        for control in self._controls.values():
-            control.missed = control.local.missed = False  # at an earlier closing, maybe
         # Threads of each rank make contexts of different groups in an order of their own; those of one group have one on all ranks.
         for context in sorted(self.contexts, key=lambda context: (context.control.whole.ranks, context.control.key)):
             try:
