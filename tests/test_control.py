@@ -271,3 +271,33 @@ def test_a_rank_that_comes_too_late_to_a_meeting():
         for said in outcome.value:
             assert said.endswith("To go on, call fluxlike.finalize and fluxlike.init on all ranks"), said
     assert "create_gemm_rs_context: not every rank of [0, 1] came within 2.5 s; " in outcomes[0].value[0], outcomes[0].value
+
+
+def goes_on_later(group, how):
+    """Ranks that were told of each other's calls, or waited in vain in one, meet again when the limit of a meeting is long over."""
+    init()
+    rank, x = dist.get_rank(), torch.ones(8, 8)
+    ctx = fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32)
+    fluxlike.gemm_rs(x, x, ctx)
+    dist.barrier()
+    if how == "a meeting":  # of the others, while rank 1 makes a call
+        act = lambda: fluxlike.gemm_rs(x, x, ctx) if rank == 1 else fluxlike.create_gemm_rs_context(8, 8)  # noqa: E731
+        time.sleep(0.3 if rank == 1 else 0)
+        said, took = told(act, fluxlike.CallMismatch)
+        assert "'create_gemm_rs_context'" in said and "'call 2 of context 1" in said and took < 2, said
+    elif rank != 1:
+        assert "waited 0.5 s" in told(lambda: fluxlike.gemm_rs(x, x, ctx), fluxlike.PeerTimeout)[0]
+    time.sleep(3.5)
+    if how == "a call" and rank == 1:  # which learns only here that there was one
+        assert "at 'call 2 of context 1" in told(ctx.close, fluxlike.CallMismatch)[0]
+    ctx.close()
+    with fluxlike.create_gemm_rs_context(8, 8, dtype=torch.float32) as ctx:
+        assert fluxlike.gemm_rs(x, x, ctx).eq(8 * dist.get_world_size()).all()
+    adds()
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize(("ranks", "how"), ((2, "a meeting"), (3, "a meeting"), (2, "a call")))
+def test_ranks_that_have_failed_go_on_later(ranks, how):
+    for outcome in run_fresh(goes_on_later, ranks, LIMIT, how=how):
+        assert outcome.ok, str(outcome)

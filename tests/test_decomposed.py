@@ -325,7 +325,7 @@ def test_calls_beside_a_capture_are_refused(monkeypatch, op, schedule):
             assert records and told and not asked
             return
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"{op}: another thread is capturing a CUDA graph of calls that"):
+            with pytest.raises(RuntimeError, match=f"{op}: a CUDA graph is being captured of calls that"):
                 getattr(fluxlike, op)(x, w, ctx)
         sides = [ctx.engine, ctx.lanes] if (op, schedule) == ("ag_gemm", "decomposed") else [ctx.engine]
         assert asked == [tuple(sides)] * 2 and refused == [op] * 2 and not records and not told

@@ -126,7 +126,7 @@ def apart_from_their_graph(group):
         whole = reduced(False)
         with pytest.MonkeyPatch.context() as beside:
             beside.setattr(executor, "is_beside_capture", lambda *sides: ctx._lanes in sides)
-            with pytest.raises(RuntimeError, match="sparse_all_reduce: another thread is capturing a CUDA graph"):
+            with pytest.raises(RuntimeError, match="sparse_all_reduce: a CUDA graph is being captured of calls"):
                 ctx.start_indices(ids)
         ctx.start_indices(ids)
         with pytest.raises(ValueError, match="ids were started before the CUDA graph of their gradient; call start_indices"):

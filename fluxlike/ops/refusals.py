@@ -68,12 +68,12 @@ def check_context(op: str, ctx: Any, kind: Any, group: dist.ProcessGroup | None)
 
 
 def beside_capture(op: str, executor: Any, *sides: Any) -> None:
-    """RuntimeError if another thread is capturing a CUDA graph that has a side stream of this call, which is not in it."""
+    """RuntimeError if a CUDA graph without this call is being captured, as by another thread, that has a side stream of it."""
     if executor.is_beside_capture(*sides):
         raise RuntimeError(
-            f"{op}: another thread is capturing a CUDA graph of calls that have a side stream in common with this one, which is "
-            "not part of the graph; make calls on one context, and on one group those of schedule 'decomposed' and sparse ones, in "
-            "the thread that captures, or when the capture has ended"
+            f"{op}: a CUDA graph is being captured of calls that have a side stream in common with this one, which is on a stream "
+            "that is not part of the graph; make calls on one context, and on one group those of schedule 'decomposed' and sparse "
+            "ones, on streams of the graph, or when the capture has ended"
         )
 
 

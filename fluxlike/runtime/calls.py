@@ -42,8 +42,8 @@ CALL, MEETING = 0, 1
 RING = 1024
 _TEXT = 176
 _ENTRY = struct.Struct(f"<qIi{_TEXT}s")
-# words: number of the last entry, process, its start time, frozen
-_NUMBER, _PID, _SINCE, _FROZEN = range(4)
+# words: number of the last entry, process, its start time, frozen, has ended its connections
+_NUMBER, _PID, _SINCE, _FROZEN, _LEFT = range(5)
 _HEADER = 64
 _BOARD = _HEADER + RING * _ENTRY.size
 _SETTLE_S = 2e-3
@@ -139,6 +139,15 @@ class CallBoard:
         if found is None or found.kind != CALL or (self._refused and found.texts[0].endswith(_REFUSED)):
             return None
         return self._error(found)
+
+    def awaits(self) -> bool:
+        """While this rank is at a meeting: whether a peer is still behind that is in step, was told of no failure, and may come."""
+        here = [self.frozen or head[_NUMBER] >= self._number or head[_FROZEN] or head[_LEFT] for _, head, _ in self._peers]
+        return not all(here) and self._look() is None
+
+    def leave(self) -> None:
+        """This rank ends its connections to the others, and will not come to a meeting."""
+        self._heads[self._me][_LEFT] = 1
 
     def diagnose(self) -> CallMismatch | None:
         """Why a wait may have failed: the difference between two ranks that is on the boards, if there is one."""

@@ -38,6 +38,9 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 _counting = threading.Lock()
 
 
+#: Seconds that an exchange lasts at most whose ranks have not come in time.
+BRIEF_S = 0.05
+
 #: What all ranks raise where one does; of others RuntimeError.
 _RAISED = {kind.__name__: kind for kind in (ValueError, CallMismatch, PeerTimeout)}
 
@@ -328,7 +331,15 @@ class ControlGroup:
     def _first(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
         """As `_all_gather`. CallMismatch when a rank makes a call instead of coming; what has begun is left for `_rejoin`."""
         if self._begun is None:
-            self._begun = self._start(what, mine)
+            since = time.monotonic()
+            try:
+                self._await_others(since)
+            except CallMismatch:
+                raise
+            except BaseException:  # an interrupt: the others come, see `_rejoin`
+                self._begun = self._start(what, mine, since)
+                raise
+            self._begun = self._start(what, mine, since)
         work, pause = self._begun[0], 1e-4
         while self.board is not None and not work.is_completed():
             time.sleep(pause)
@@ -339,14 +350,30 @@ class ControlGroup:
         begun, self._begun = self._begun, None
         return self._end(what, begun)
 
-    def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
-        return self._end(what, self._start(what, mine))
+    def _await_others(self, since: float) -> None:
+        """The others are here, as far as the board says, or one has died or left, or the time is over. CallMismatch as `_first`.
 
-    def _start(self, what: str, mine: torch.Tensor) -> tuple[Any, list[torch.Tensor], float]:
+        Gloo ends its connections when what has begun takes too long, also if this rank left it long ago, as one that makes
+        another call than its peers does, and goes on with other things before it meets them again.
+        """
+        pause = 1e-4
+        while self.board is not None and self.board.awaits() and time.monotonic() - since < self.patience():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            if pause == 0.02 and self.board.gone():
+                return
+        error = None if self.board is None else self.board.absence()
+        if error is not None:
+            raise error
+
+    def _all_gather(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        return self._end(what, self._start(what, mine, time.monotonic()))
+
+    def _start(self, what: str, mine: torch.Tensor, since: float) -> tuple[Any, list[torch.Tensor], float]:
+        """``since``: when this rank came."""
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
-        how.timeout = timedelta(seconds=self.patience())
-        since = time.monotonic()
+        how.timeout = timedelta(seconds=max(self.patience() - (time.monotonic() - since), BRIEF_S))
         try:
             return self._gloo.allgather([parts], [mine], how), parts, since
         except RuntimeError as error:
@@ -415,6 +442,8 @@ class ControlGroup:
         Gloo's threads must not be left to the end of the interpreter, which some do not survive: one may end it
         with SIGABRT. Nor does the board's mapping wait for the garbage collector, where no context is kept.
         """
+        if self.board is not None:
+            self.board.leave()
         self._gloo = self._begun = self._left = self.group = self._devices = self._store = self.board = None
 
     def barrier(self, what: str) -> None:
