@@ -233,6 +233,22 @@ def test_a_call_behind_one_that_ended():
         assert outcome.ok, str(outcome)
 
 
+def closes_another(group):
+    """Contexts that ranks of different nodes close in another order: all are told, as those of one node are."""
+    start()
+    rank, made = dist.get_rank(), [fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32) for _ in range(2)]
+    said = r"rank 0 is at 'closing context 1 over .*' and rank 1 at 'closing context 2 over "
+    with pytest.raises(fluxlike.CallMismatch, match=said):
+        made[rank].close()
+    assert made[rank].closed and made[rank].inner.closed
+    fluxlike.finalize()
+
+
+def test_contexts_that_nodes_close_in_another_order():
+    for outcome in run_fresh(closes_another, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "9"}, heap="shm", timeout=60):
+        assert outcome.ok, str(outcome)
+
+
 def ends_in_between(group):
     """Ctrl-C in finalize, with a context open: it is closed then, as one of a single node is."""
     start()

@@ -209,8 +209,8 @@ def test_of_several_failures_the_cause_is_told(how, end, monkeypatch):
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm"))
-@pytest.mark.parametrize("joins", (True, False))
-def test_what_is_put_is_joined_where_a_call_ends_in_the_middle(op, joins, monkeypatch, caplog):
+@pytest.mark.parametrize(("joins", "puts"), ((True, True), (False, True), (True, False)))
+def test_what_is_put_is_joined_where_a_call_ends_in_the_middle(op, joins, puts, monkeypatch, caplog):
     """Else a capture of the call ends with what CUDA says of work that is not joined. The call's own error stands in any case."""
     joined = []
 
@@ -219,10 +219,16 @@ def test_what_is_put_is_joined_where_a_call_ends_in_the_middle(op, joins, monkey
         if not joins:
             raise RuntimeError("cuEventRecord failed with CUDA_ERROR_STREAM_CAPTURE_INVALIDATED")
 
+    def put(self, *what):
+        self.made.append(what)
+        if not puts:  # the side stream is forked by now
+            raise KeyError("mine")
+
     def ends(ctx, *_):
         if ctx.messages._puts.made:
             raise KeyError("mine")
 
+    monkeypatch.setattr(dry.DryPuts, "put", put)
     monkeypatch.setattr(dry.DryPuts, "join", join)
     monkeypatch.setattr(dry.DryExecutor, "post", lambda *_: None, raising=False)
     monkeypatch.setattr(dry.DryExecutor, "post_to", lambda *_: None, raising=False)
@@ -266,7 +272,7 @@ def test_a_call_beside_a_capture_is_refused_once(monkeypatch):
         x, w = dry.tensor((64, 16), torch.bfloat16), dry.tensor((32, 16), torch.bfloat16)
         with monkeypatch.context() as patch:
             patch.setattr(dry.DryExecutor, "is_beside_capture", lambda self, *sides: ctx.messages._puts in sides)
-            with pytest.raises(RuntimeError, match="gemm_rs: another thread is capturing a CUDA graph"):
+            with pytest.raises(RuntimeError, match="gemm_rs: a CUDA graph is being captured of calls"):
                 fluxlike.gemm_rs(x, w, ctx)
         assert ctx.control.between == ctx.control.refused == 1 and not records
         fluxlike.gemm_rs(x, w, ctx)

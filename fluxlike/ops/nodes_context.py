@@ -75,7 +75,8 @@ class NodesContext(Held):
                 raise
         self.max_m, self.n, self.k = sizes["max_m"], sizes.get("n"), sizes.get("k")
         control.between = 0
-        self.label = f"{what} over {len(self.nodes)} nodes"
+        kind = f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}"
+        self.label = f"context {control.spanning} over {len(self.nodes)} nodes ({kind})"
         self.world.contexts.insert(self.world.contexts.index(self.inner), self)  # which is closed before what is in it
 
     def keep(self) -> None:
@@ -286,8 +287,8 @@ class NodesContext(Held):
         if self in self.world.contexts:
             self.world.contexts.remove(self)
         unseen = self.unseen_failure()
-        everyone, _ = self.control.part(f"closing {self.label}")
+        everyone, mismatch = self.control.part(f"closing {self.label}")
         self.messages.close(everyone)
         self.inner.close()
-        if unseen is not None:
-            raise unseen
+        if mismatch is not None or unseen is not None:
+            raise mismatch or unseen  # type: ignore[misc]

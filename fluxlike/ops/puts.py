@@ -198,8 +198,8 @@ class Puts(Messages):
 
         to, source, came = self._once(("put", self._slot, node), addresses)
         nbytes = place.numel() * place.element_size()
+        self._beside = True  # also where it fails behind the fork
         self._puts.put(to, source, HEADER_BYTES + nbytes, came, kernels.SIGNALS.value, self._pes[node])
-        self._beside = True
         self.bytes += nbytes
 
     def send_rows(self, whole: torch.Tensor, first: int, rows: int, node: int) -> None:
