@@ -427,8 +427,9 @@ def parse(argv: Sequence[str] | None, cuda: bool) -> argparse.Namespace:
         prog="python -m fluxlike bench",
         description="Compares fluxlike with cuBLAS alone, torch + NCCL and torch's async TP. Start it with scripts/launch.sh.",
         epilog="Exit status: 1 if a result is wrong, a schedule of fluxlike failed, nothing was measured or a file could not be "
-        "made after all; 2 for wrong arguments, such as a path where no file can be made, records that cannot be read, or where "
-        "the package rich is missing. The protocol is in the module's docstring.",
+        "made after all; 2 for wrong arguments, such as a path where no file can be made, records that cannot be read, ranks on "
+        "nodes that the operation or a method is not for, or where the package rich is missing. The protocol is in the module's "
+        "docstring.",
     )
     parser.add_argument("op", choices=list(KINDS))
     suites = dict.fromkeys(name for kind in (*KINDS.values(), *OTHERS.values()) for name in kind.SUITES)
