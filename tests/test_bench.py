@@ -18,6 +18,7 @@ pytest.importorskip("rich")
 from fluxlike.ops import tuning
 from fluxlike.tools import (
     bench,
+    bench_arguments,
     bench_bursts,
     bench_problems,
     bench_reduce,
@@ -204,16 +205,16 @@ def test_named_suites():
     assert [s.m for s in decode["gemm_rs"]] == [16, 64, 256, 512] == [s.m for s in decode["ag_gemm"]]
     others = {"all_reduce", "gemm_ar", "sparse_all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast"}
     for name, suite in bench_problems.SUITES.items():
-        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench.KINDS) - others
+        assert set(suite) == set(bench_problems.PROBLEMS) == set(bench_arguments.KINDS) - others
         for op, shapes in suite.items():
             assert len(set(shapes)) == len(shapes)
             for world in (1, 2, 4, 8):
-                assert not [s for s in shapes if bench.KINDS[op].unfit(s, world)], (name, op, world)
+                assert not [s for s in shapes if bench_arguments.KINDS[op].unfit(s, world)], (name, op, world)
 
 
 def test_what_cannot_be_split():
     rs, ag, ar, reduce, sparse, part = (
-        bench.KINDS[op] for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "sparse_all_reduce", "all_gather")
+        bench_arguments.KINDS[op] for op in ("gemm_rs", "ag_gemm", "gemm_ar", "all_reduce", "sparse_all_reduce", "all_gather")
     )
     assert part.unfit(Size(24), 3) is None and part.unfit(Size(24), 4) == "24 bytes are no multiple of 16, which is 4 for each rank"
     assert sparse.unfit(None, 7) is None
@@ -227,7 +228,8 @@ def test_what_cannot_be_split():
 
 def test_what_one_rank_has_all_of_is_not_split():
     for op in ("reduce", "broadcast"):
-        assert bench.KINDS[op].unfit(Size(100), 3) is None and bench.KINDS[op].unfit(Size(6), 3) == "6 bytes are no multiple of 4"
+        unfit = bench_arguments.KINDS[op].unfit
+        assert unfit(Size(100), 3) is None and unfit(Size(6), 3) == "6 bytes are no multiple of 4"
 
 
 def test_sizes():
@@ -243,7 +245,7 @@ def test_sizes():
 def test_what_collectives_move(op, least):
     times = {"torch": 2.0, "words": 1.0, "bulk": 1.5, "auto": 1.5}
     rows = [Row(name, rounds_ms=[ms]) for name, ms in times.items()]
-    report = bench.KINDS[op].REPORT(op, "custom", 4, "graph", "bfloat16", 2, {}, {}, [Result(Size(1 << 30), rows)])
+    report = bench_arguments.KINDS[op].REPORT(op, "custom", 4, "graph", "bfloat16", 2, {}, {}, [Result(Size(1 << 30), rows)])
     reached = report.derived(report.results[0])
     assert reached["words"].bus_gb_s == pytest.approx(least * (1 << 30) / 1e6) and reached["words"].speedup == 2.0
     assert "worst 1.33× at 1 GB" in report.compared()[0] and "worst 1.50× at 1 GB" in report.compared()[1]
@@ -256,8 +258,9 @@ def test_bursts():
     assert [len(burst.keys) for burst in (few, some, most, whole)] == [1, 50, 150, 157]
     assert few == Burst((512,)) and sorted(whole.keys) == sorted(keys) and str(some) == "50 of 8,489,667 elements"
     assert len(set(some.keys)) > 10 and set(some.keys) <= set(most.keys) | {3} <= set(keys)
-    assert bench.kind_of("all_reduce", "resnet50") is bench_bursts.Bursts
-    assert bench.kind_of("all_reduce", "headline") is bench.kind_of("all_reduce", None) is bench_reduce.AllReduce
+    assert bench_arguments.kind_of("all_reduce", "resnet50") is bench_bursts.Bursts
+    for suite in ("headline", None):
+        assert bench_arguments.kind_of("all_reduce", suite) is bench_reduce.AllReduce
 
 
 @pytest.mark.parametrize("text", ("", "64", "64x32", "64x32x16x8", "64x32x0", "64x-3x16", "64x3.5x16", "8x8x8,", "axbxc"))
@@ -388,10 +391,10 @@ def test_a_useless_command_line(options, says, capsys, monkeypatch):
         assert re.search(says, said) if rank == "0" else said == ""
 
 
-@pytest.mark.parametrize("op", bench.KINDS)
+@pytest.mark.parametrize("op", bench_arguments.KINDS)
 def test_shapes_for_the_interpreter(op, capsys):
     """As much as is said to be possible is, and the largest of the suite for GPUs is not."""
-    kind = bench.KINDS[op]
+    kind = bench_arguments.KINDS[op]
     fits = (*kind.parse(kind.LARGEST), *kind.SUITES["toy"])
     assert bench.parse([op, "--shapes", kind.LARGEST], cuda=False).shapes == [fits[0]]
     with pytest.raises(SystemExit):

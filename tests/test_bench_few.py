@@ -11,7 +11,7 @@ import fluxlike
 
 pytest.importorskip("rich")
 
-from fluxlike.tools import bench, bench_problems
+from fluxlike.tools import bench, bench_arguments, bench_problems
 from fluxlike.tools.bench_peers import Peers
 from fluxlike.tools.bench_reduce import Size
 from fluxlike.tools.bench_report import Shape
@@ -44,7 +44,7 @@ def test_few_values(wrong):
         found = outcome.value
         assert len(found) == (3 if wrong else len(FEW))
         for which, statuses in found.items():
-            ours = set(bench.KINDS[which[0]].OURS)
+            ours = set(bench_arguments.KINDS[which[0]].OURS)
             assert {name for name, status in statuses.items() if status != "ok"} == (ours if wrong else set()), which
 
 

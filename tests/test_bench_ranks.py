@@ -29,7 +29,7 @@ pytest.importorskip("rich")
 from fluxlike.ops import validate
 from fluxlike.ops.all_reduce import KIND
 from fluxlike.runtime import world
-from fluxlike.tools import bench, bench_bursts, bench_collectives, bench_problems, bench_reduce
+from fluxlike.tools import bench, bench_arguments, bench_bursts, bench_collectives, bench_problems, bench_reduce
 from fluxlike.tools.bench_bursts import Burst
 from fluxlike.tools.bench_peers import Failed, Lost, Peers
 from fluxlike.tools.bench_reduce import Algorithm, Size
@@ -292,7 +292,7 @@ def test_ways_between_nodes(op):
                 paths = {name: row.path for name, row in rows.items()}
                 assert paths["together"].endswith("/together") and paths["apart"].startswith("nodes/"), paths
                 assert not paths["apart"].endswith("/together")
-    assert bench.methods(bench_problems.GemmRS, True)[-1] == "auto", "only if they are named"
+    assert bench_arguments.methods(bench_problems.GemmRS, True)[-1] == "auto", "only if they are named"
 
 
 @pytest.mark.parametrize("op", ("gemm_rs", "ag_gemm", "gemm_ar"))
@@ -472,7 +472,7 @@ def test_toy(op, tmp_path):
     assert read["ranks"] == 2 and read["environment"]["command"].endswith(f"--rounds 1 --out {tmp_path}")
     assert [Shape(s["m"], s["n"], s["k"]) for s in read["shapes"]] == list(bench_problems.SUITES["toy"][op])
     for shape in read["shapes"]:
-        assert list(shape["methods"]) == list(bench.methods(bench.KINDS[op], cuda=False))
+        assert list(shape["methods"]) == list(bench_arguments.methods(bench_arguments.KINDS[op], cuda=False))
         for name, facts in shape["methods"].items():
             assert facts["status"] == "ok" and 0 < facts["error"] <= facts["allowed"] < 0.01
             assert facts["ms"] is None and facts["tflops"] is None
