@@ -4,6 +4,7 @@ As in test_ops, whole numbers that are exact in the dtype are compared with equa
 """
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,40 @@ from cases import AGCase, RSCase, launches, poison, same, schedules
 from ranks import device, rows_slice, run_fresh, run_ranks
 
 import fluxlike
-from fluxlike.ops import choice
+from fluxlike.ops import choice, keeping
 from fluxlike.runtime import cpu, interpreter, world
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+
+def sizes_of_kept(group):
+    """Which sizes the contexts of calls without one are made for."""
+    control, tried = world.current().control_of(group), []
+
+    def kept(least=0, **sizes):
+        def make(wanted):
+            tried.append(wanted)
+            if wanted["m"] * wanted["n"] > least > 0:
+                raise RuntimeError("no memory")
+            state = SimpleNamespace(**wanted, closed=False, captured=False, label="the last one", close=lambda: None)
+            state.fits = lambda sizes: all(getattr(state, name) >= size for name, size in sizes.items())
+            state.unseen_failure = state.keep = lambda: None
+            return state
+
+        return keeping.kept("of a test", control, sizes, make, 1000)
+
+    try:
+        assert kept(m=5, n=600) is kept(m=8, n=700) and tried.pop() == {"m": 8, "n": 1000} and not tried
+        kept(m=100, n=3)
+        assert tried.pop() == {"m": 128, "n": 1000} and not tried, "of each size the largest"
+        kept(1024, m=129, n=3)
+        assert tried == [{"m": 256, "n": 1000}, {"m": 256, "n": 4}], "and if there is no memory for that, of this call"
+    finally:
+        world.current().cached.pop("of a test")
+
+
+def test_sizes_of_the_contexts_that_are_kept():
+    run_ranks(sizes_of_kept, 2)
 
 
 def back_to_back(group, dtype, turns, jitter):

@@ -122,13 +122,19 @@ def kept_contexts(group):
 
     act(24)
     for m in (16, 4096):
+        ctx = make_context("gemm_rs", "in_kernel", group) if m == 16 else None
         dist.barrier(group)
         time.sleep(0.3 if (rank == 0) == (m == 16) else 0)
         said, took = told(lambda: act(m if rank == 0 else 24), ValueError)  # noqa: B023
         assert f"M={m}, N=16" in said or "making a context for gemm_rs" in said, said
         assert "M=24, N=16" in said and took < SOON_S, f"after {took:.1f} s: {said}"
-        works(group)  # the ranks meet here, with contexts of their own
+        dist.barrier(group)
+        again, took = told(lambda: act(m if rank == 0 else 24), ValueError)  # noqa: B023
+        dist.barrier(group)  # nobody waits in a meeting for who comes no more
+        assert again == said and took < SOON_S, f"after {took:.1f} s, of ranks that were all told: {again}"
+        works(group) if ctx is None else ctx.close()  # the ranks meet here, with contexts of their own
         act(24)
+        assert "a failure" not in world.current().control_of(group).board.where(1 - rank), "it is over"
 
 
 def test_contexts_that_are_kept():

@@ -35,6 +35,19 @@ def refused(y):
 
 
 @on_device
+def made_of_plain_ones(group):
+    plain = nn.Linear(8, 8)
+    for kind in (fluxlike.nn.ColumnParallelLinear, fluxlike.nn.RowParallelLinear):
+        ours = kind.from_linear(plain, group=group)
+        memory = [{p.untyped_storage().data_ptr() for p in layer.parameters()} for layer in (plain, ours)]
+        assert not memory[0] & memory[1], f"what changes a {kind.__name__} changes the layer that it was made of"
+
+
+def test_a_layer_shares_nothing_with_the_plain_one():
+    run_ranks(made_of_plain_ones, 2)
+
+
+@on_device
 def changed_weights(group, shared):
     """By the changes that torch counts, of layers of all styles, also where the weight itself is frozen."""
     ours, shard, narrow = styled(group, shared=shared)

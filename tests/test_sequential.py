@@ -32,6 +32,23 @@ def contexts(group, dtype=torch.float32):
         yield rs, ag
 
 
+def fails_inside(group):
+    """What the exchange came to is raised by who closes the context, if no call has; that a peer gave up in it, by `check`."""
+    ctx = fluxlike.create_gemm_rs_context(M, N, None, torch.float32, group, "sequential")
+    ctx.exchange._error = fluxlike.PeerTimeout("of the exchange")
+    assert told(ctx.close, fluxlike.PeerTimeout)[0] == "PeerTimeout: of the exchange" and ctx.exchange.closed
+    with fluxlike.create_gemm_rs_context(M, N, None, torch.float32, group, "sequential") as ctx:
+        if dist.get_rank(group) == 1:
+            ctx.exchange._release()
+        dist.barrier(group)
+        said = told(ctx.check, fluxlike.PeerTimeout)[0]
+        assert "may be wrong, because rank 1 gave up first" in said, said
+
+
+def test_a_failure_of_the_exchange_that_no_call_has_raised():
+    run_ranks(fails_inside, 2)
+
+
 def in_pieces(group):
     """Exchanges too large for one launch, each trip a part of the block that a launch takes at most."""
     size, usual = dist.get_world_size(group), exchange.SET

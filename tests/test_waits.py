@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from fluxlike.kernels import sync
 from fluxlike.ops import spinning
+from fluxlike.ops.group import GroupContext
 from fluxlike.runtime import programs
 from fluxlike.runtime.errors import PeerTimeout
 
@@ -50,6 +52,13 @@ def test_a_wait_looks_less_often_the_longer_it_lasts(monkeypatch):
     assert 300 < turn < 1000 and 10 < sum(slept) < 10.03
     assert slept[0] == 50e-6 and all(nap <= max(50e-6, sum(slept[:i]) / 4) for i, nap in enumerate(slept))
     assert max(later - before for before, later in itertools.pairwise(looked)) < 0.7
+
+
+def test_a_wait_for_what_waits_for_peers_lasts_longer():
+    """So that those run out first, which know who did not come."""
+    context = SimpleNamespace(limit_s=2.0, size=3)
+    limits = {what: GroupContext.limit_of(context, what) for what in (sync.WAIT_SIGNAL.value, *sync.OWN)}
+    assert limits == {sync.WAIT_SIGNAL.value: 2.0} | dict.fromkeys(sync.OWN, 8.0)
 
 
 def test_longer_naps_may_be_asked_for(monkeypatch):
