@@ -3,6 +3,7 @@
 import re
 import warnings
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -288,6 +289,20 @@ def test_choice(ranks, nbytes, algo):
     assert ops.choose(nbytes, ranks) == algo
 
 
+def versions(group):
+    """Autograd learns of each call in place that something was written, also of one that comes again."""
+    for x in (numbers(8, torch.float32, 1), [numbers(8, torch.float32, 2), numbers(3, torch.float32, 3)]):
+        first = x if isinstance(x, torch.Tensor) else x[0]
+        for _ in range(4):
+            before = first._version
+            fluxlike.all_reduce_(x, group)
+            assert first._version > before
+
+
+def test_calls_in_place_count_as_changes():
+    run_ranks(versions, 2)
+
+
 def test_lists_are_cut_into_launches():
     spans = lists.cut([3, 10, 1], 4, 16, 4)
     assert spans == [(0, 0, 0, 3), (1, 1, 0, 4), (1, 1, 4, 8), (1, 2, 8, 1)]
@@ -295,6 +310,17 @@ def test_lists_are_cut_into_launches():
     pieces = [[piece.tolist() for piece in span.of([x, y, z])] for span in spans]
     assert pieces == [[[0, 1, 2]], [[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9], [0]]]
     assert [span.places([100, 200, 300], 4) for span in spans] == [[100], [200], [216], [232, 300]]
+
+
+def test_a_table_that_a_graph_fills_is_filled_anew_by_each_eager_call():
+    filled, capturing = [], [False]
+    executor = SimpleNamespace(is_capturing=lambda: capturing[0], in_use=lambda t: None)
+    executor.fill = lambda words, given: filled.append(given)
+    table = lists.Table(executor, torch.zeros(3, dtype=torch.int64), [7], [])
+    for addresses, captured in (([1, 2], 0), ([1, 2], 0), ([3, 4], 0), ([3, 4], 1), ([3, 4], 0), ([3, 4], 0)):
+        capturing[0] = bool(captured)
+        table.set(addresses)
+    assert filled == [[1, 2, 7], *[[3, 4]] * 4]
 
 
 def test_a_small_tensor_counts_as_the_block_that_it_takes():

@@ -189,6 +189,9 @@ def replaced(group):
     assert len(table.context.ahead._open) == 1
     with pytest.raises(TypeError, match="make one, with max_ids, and load the weights"):
         fluxlike.nn.Embedding.from_pretrained(torch.zeros(4, 2))
+    table.load_state_dict({"weight": torch.ones(20, 4, dtype=torch.bfloat16, device=device())}, assign=True)
+    table(torch.tensor([1], device=device())).sum().backward()
+    assert not hasattr(table.weight, CONTEXT), "the memory is for another dtype"
     table.close()
 
 
