@@ -13,8 +13,31 @@ from emulated_puts import start
 from ranks import device, run_fresh
 
 import fluxlike
+from fluxlike.ops.messages import Letters
 from fluxlike.runtime import world
 from fluxlike.runtime.errors import CallMismatch
+
+
+def lacks_messages(group):
+    """The last rank cannot make what sends messages: what the ranks have of the context by then is given back."""
+    fluxlike.init(heap="shm", heap_bytes=1 << 20)
+    this = world.current()
+    before = this.heap.in_use, len(this.contexts)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="of the test"):
+        if dist.get_rank() == 1:
+            patch.setattr(Letters, "__init__", fails)
+        fluxlike.create_gemm_rs_context(16, 16, dtype=torch.float32)
+    assert (this.heap.in_use, len(this.contexts)) == before
+    fluxlike.finalize()
+
+
+def fails(*_):
+    raise RuntimeError("of the test")
+
+
+def test_a_rank_without_messages():
+    for outcome in run_fresh(lacks_messages, 2, {"FLUXLIKE_VIRTUAL_NODES": "2"}):
+        assert outcome.ok, str(outcome)
 
 
 def wrong(group, how, op, schedule, puts):

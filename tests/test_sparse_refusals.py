@@ -10,6 +10,7 @@ from ranks import TORCHRUN, device, run_fresh, run_ranks
 from test_sparse_all_reduce import DTYPES, gradient, same
 
 import fluxlike
+from fluxlike.ops import sparse_index
 from fluxlike.runtime import world
 
 
@@ -275,6 +276,33 @@ def one_refuses(group):
 def test_a_tensor_that_one_rank_refuses():
     for outcome in run_fresh(one_refuses, 2, {"FLUXLIKE_TIMEOUT_S": "60"}, timeout=240, grace=10):
         assert outcome.ok, str(outcome)
+
+
+def ends_forks(group):
+    """Ids that are of another gradient, and an exchange that fails, leave no stream that nobody is behind."""
+    ctx, ahead, joined = fluxlike.create_sparse_all_reduce_context((8, 4), 4, torch.float32, group), world.current().ahead, []
+    ids, before = torch.arange(3, device=device()), len(ahead)
+    ctx.start_indices(ids[:2])
+    with pytest.raises(ValueError, match="2 ids were started and the gradient has 3"):
+        fluxlike.sparse_all_reduce(gradient([0, 1, 2], (8, 4)), ctx=ctx)
+    assert len(ahead) == before
+
+    @contextlib.contextmanager
+    def forked():
+        yield
+        joined.append("the stream")  # and not where it is thrown away
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ctx._lanes, "forked", forked)
+        patch.setattr(sparse_index, "local", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            ctx.start_indices(ids)
+    assert joined and len(ahead) == before
+    told(ctx.close, RuntimeError)
+
+
+def test_an_exchange_of_ids_that_ends_early():
+    run_ranks(ends_forks, 2)
 
 
 def ids_outside(group):
