@@ -293,6 +293,46 @@ def test_calls_beside_a_capture(schedule):
     run_ranks(calls_beside_a_capture, 2, schedule=schedule)
 
 
+def refused_beside_a_capture(group, schedule):
+    """While one thread captures calls, those of another on the same contexts are refused, and the graph is whole."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    rs, ag = contexts(group, schedule, 512, 256, 256)
+    case, other = RSCase(512, 256, [256] * size, torch.bfloat16, 1), AGCase(512, [256] * size, 256, torch.bfloat16, 1)
+    (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
+    torch.cuda.synchronize()
+    captured, graph, usual = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.default_stream()
+    made = (lambda: fluxlike.gemm_rs(x, w, rs)), (lambda: fluxlike.ag_gemm(shard, v, ag))
+
+    def on(stream, calls):
+        torch.cuda.set_device(device())
+        with torch.cuda.stream(stream):
+            return [call() for call in calls]
+
+    with ThreadPoolExecutor(1) as thread:
+        for stream in (usual, captured, captured):
+            thread.submit(on, stream, made).result()
+        with torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"):
+            replayed = [call() for call in made]
+            for call in made:
+                with pytest.raises(RuntimeError, match="a CUDA graph is being captured of calls that have a side stream in common"):
+                    thread.submit(on, usual, [call]).result()
+        for y in replayed:
+            y.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for y, z in (replayed, thread.submit(on, usual, made).result()):
+            same(y, case.expected(rank), f"gemm_rs, and a refused call beside its capture {schedule}")
+            same(z, other.whole()[1][rank], f"ag_gemm, and a refused call beside its capture {schedule}")
+    for ctx in (rs, ag):
+        ctx.check()
+        ctx.close()
+
+
+@pytest.mark.parametrize("schedule", ("copy_engine", "decomposed"))
+def test_calls_of_a_side_stream_are_refused_beside_its_capture(schedule):
+    run_ranks(refused_beside_a_capture, 2, schedule=schedule)
+
+
 def limited_contexts(seconds, *how):
     """`contexts` whose kernels have this limit, whatever it is for what comes later."""
     with pytest.MonkeyPatch.context() as patch:

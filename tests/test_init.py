@@ -88,6 +88,7 @@ def test_init_works_after_inits_that_failed(checked):
 @pytest.mark.parametrize(("local_rank", "takes"), (("1", 1), (None, 0), ("2", None), ("one", None), ("-1", None)))
 def test_local_rank_is_a_gpu(monkeypatch, local_rank, takes):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("FLUXLIKE_RANKS_PER_GPU", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
