@@ -152,4 +152,5 @@ def writable(
             os.makedirs(folder, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
-            parser.error(f"{option} {out}: {error}")
+            system = f"no file can be made in {folder}: {error.strerror}; name a folder that you may write to"
+            parser.error(f"{option} {out}: {error if error.errno is None else system}")
