@@ -8,6 +8,7 @@ import torch
 
 import fluxlike
 from fluxlike.runtime import alone, world
+from fluxlike.runtime.cuda import CudaExecutor
 from fluxlike.tools import alone as tool
 
 
@@ -27,6 +28,12 @@ def test_results_are_those_of_the_rank(op, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == f"written: {path}"
     assert ("one rank" if torch.cuda.is_available() else "96×64×64: right") in said and not world.is_initialized()
+
+
+def test_its_copies_are_part_of_no_graph():
+    """A GPU's executor asks that of what a call has beside it, before each call."""
+    with alone.playing(2), fluxlike.create_gemm_rs_context(16, 16, schedule="copy_engine") as ctx:
+        assert not CudaExecutor.is_beside_capture(ctx.world.executor, ctx.engine)
 
 
 def test_figures_that_cannot_be_written(monkeypatch, tmp_path, capsys):

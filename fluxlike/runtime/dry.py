@@ -122,7 +122,9 @@ class DrySegment:
 
 
 class DryEngine:
-    """A copy engine that copies nothing."""
+    """A copy engine that copies nothing, and has no stream that a graph could have."""
+
+    captured = False
 
     def wait(self, address: int, value: int) -> None: ...
     def write(self, address: int, value: int) -> None: ...
