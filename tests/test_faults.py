@@ -171,25 +171,35 @@ def test_a_lost_signal_is_an_error_on_all_ranks(op, schedule, what, at, missed):
         # One program waits for credits first. Of two the other would wait for a shard of a rank that waits for the same credit, and
         # on a busy machine its wait may begin, and run out, first.
         env["FLUXLIKE_CPU_PROGRAMS"] = "1"
+    for _ in range(2):  # again where a rank had no processor for as long as the limit: then another waits for it in vain first
+        told, first = met_the_loss(env, missed, how)
+        if first:
+            break
+    assert first, told
+    for _, message in first:
+        for word in ("expected", "saw", "FLUXLIKE_TIMEOUT_S", f"rank {GUILTY}"):
+            assert word in message, f"{word!r} is not in: {message}"
+
+
+def met_the_loss(env, missed, how):
+    """What ranks were told, and those that met the loss themselves.
+
+    At least one should: it says for whom and what it waited, what it expected and what it saw. Of a word that the guilty rank's own
+    copies wait for, that may be this rank: its wait begins about when the others' do.
+    """
     outcomes = fresh(lose_a_signal, env=env, timeout=30, **how)
     for outcome in outcomes:
         assert outcome.ok, str(outcome)
     told = [outcome.value for outcome in outcomes]
     for rank, (message, took, _) in enumerate(told):
-        assert message.startswith(f"{op}: rank {rank} "), f"rank {rank}: {message!r}"
+        assert message.startswith(f"{how['op']}: rank {rank} "), f"rank {rank}: {message!r}"
         assert took < 2 * LIMIT_S, f"rank {rank} needed {took:.1f} s: {message}"
-    # At least one rank met the loss itself; it says for whom and what it waited, what it expected and what it saw. Of a word that
-    # the guilty rank's own copies wait for, that may be this rank: its wait begins about when the others' do.
-    first = [
+    return told, [
         (rank, message)
         for rank, (message, *_) in enumerate(told)
         if f"waited {LIMIT_S:g} s for rank {GUILTY}" in message
-        and (missed in message if rank != GUILTY else what == "go" and "its signal" in message)
+        and (missed in message if rank != GUILTY else how["what"] == "go" and "its signal" in message)
     ]
-    assert first, told
-    for _, message in first:
-        for word in ("expected", "saw", "FLUXLIKE_TIMEOUT_S", f"rank {GUILTY}"):
-            assert word in message, f"{word!r} is not in: {message}"
 
 
 def lose_a_signal_and_leave(group):
