@@ -304,7 +304,7 @@ def interrupted_meeting(group):
     works(group)
     if rank == 0:
         control = world.current().control_of(group)
-        interrupt = interrupt_when(lambda: control._begun is not None, after=0.3)
+        interrupt = interrupt_when(lambda: control.board.awaits(), after=0.3)
         said, _ = told(partial(make_context, "gemm_rs", "in_kernel", group), KeyboardInterrupt)
         assert said.startswith("KeyboardInterrupt") and time.monotonic() - interrupt.sent_at < 3
     dist.barrier(group)
