@@ -47,7 +47,7 @@ class Graphs:
 @pytest.fixture
 def engine(monkeypatch):
     made = object.__new__(copy_engine.CudaCopyEngine)
-    made.graphs, made._raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
+    made.graphs, made.raw, made._batch, made._graphs, made._once = Graphs(), 0, [], {}, set()
     made._own = SimpleNamespace(stream="side", give_back=lambda: None)
     monkeypatch.setattr(copy_engine, "driver", made.graphs)
     made.capturing = False
@@ -253,13 +253,13 @@ def test_a_side_stream_is_nobody_elses(monkeypatch):
     executor = SimpleNamespace(device=gpu)
     engines = [copy_engine.CudaCopyEngine(gpu) for _ in range(40)]
     lanes, puts = cuda.CudaLanes(executor), cuda.CudaPuts(executor)
-    held = [lanes._raw, puts._raw, *[made._raw for made in engines]]
+    held = [lanes.raw, puts.raw, *[made.raw for made in engines]]
     assert len(set(held)) == 42 and cuda.streams.Own(torch.device("cuda", 1)).raw not in held
     engines[0].abandon()
-    stuck, free = {engines[0]._raw}, {made._raw for made in engines[1:]}
+    stuck, free = {engines[0].raw}, {made.raw for made in engines[1:]}
     for ends in ("abandon", "close"):
         other = cuda.CudaPuts(executor)
-        (stuck if ends == "abandon" else free).add(other._raw)
+        (stuck if ends == "abandon" else free).add(other.raw)
         getattr(other, ends)()
         del other
     for made in engines[:20]:  # also of contexts that somebody still holds
@@ -267,8 +267,8 @@ def test_a_side_stream_is_nobody_elses(monkeypatch):
     closed = engines[:20]
     del engines, made
     again = [copy_engine.CudaCopyEngine(gpu) for _ in range(41)]
-    found = {made._raw for made in again}
-    assert len(found) == 41 and free < found and not found & {*stuck, lanes._raw, puts._raw}
+    found = {made.raw for made in again}
+    assert len(found) == 41 and free < found and not found & {*stuck, lanes.raw, puts.raw}
     del closed
     assert cuda.streams.Own(gpu, -1).raw not in found, "one that was given back twice"
     again.pop().close()
@@ -300,7 +300,7 @@ def test_copies_begin_behind_the_caller_where_their_waits_are_not_enough(monkeyp
     """In the first call, in captures, and behind those: a graph that is replayed sets what a later call's copies wait for."""
     streams = Streams(monkeypatch)
     made = copy_engine.CudaCopyEngine(torch.device("cuda", 0))
-    side = made._raw
+    side = made.raw
     behind, joined = (side, "waits for", "what", 7, "holds"), (7, "waits for", "what", side, "holds")
     for capturing, orders in ((0, [behind, joined]), (0, [joined]), (0, [joined]), (1, [behind, joined]), (0, [behind, joined])):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: bool(now))
@@ -331,7 +331,7 @@ def test_the_caller_is_behind_copies_that_an_interrupt_cut_short(monkeypatch, fl
 
     with pytest.raises(KeyboardInterrupt if flushes else RuntimeError):
         executor.overlapped(made, lambda: done.append("kernel"), None, copies, lambda seconds: None)
-    assert done[1:] == ["kernel", (8,), (7, "waits for", "what", made._raw, "holds")]
+    assert done[1:] == ["kernel", (8,), (7, "waits for", "what", made.raw, "holds")]
 
 
 @pytest.mark.parametrize("current", (0, 1))

@@ -238,7 +238,7 @@ def side_streams(group):
         sides = set()
         for _ in range(3):
             ctx = made.enter_context(fluxlike.create_gemm_rs_context(64, 64, group=group))
-            sides |= {ctx.engine._raw, ctx.lanes._raw}
+            sides |= {ctx.engine.raw, ctx.lanes.raw}
         assert len(sides) == 4, "an engine each, and lanes of the group"
         torchs = {torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
         assert not sides & torchs

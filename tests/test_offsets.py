@@ -150,6 +150,6 @@ def test_what_a_copy_of_rows_becomes(asked, calls, monkeypatch):
     for name in ("copy", "copy_2d"):
         monkeypatch.setattr(driver, name, lambda stream, *how: made.append(how))
     engine = object.__new__(cuda.CudaCopyEngine)
-    engine._raw, engine._batch = 0, []
+    engine.raw, engine._batch = 0, []
     engine.copy(*asked)
     assert made == calls

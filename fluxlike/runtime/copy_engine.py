@@ -71,7 +71,7 @@ class CudaCopyEngine:
         self._device = device
         self._own = Own(device, priority=-1)
         self._batch: list[bytes] = []
-        self._raw = self._own.raw
+        self.raw = self._own.raw
         self._order = Order(device)
         #: Whether the stream has had a job, and whether a graph has one: see above.
         self._begun, self.captured = False, False
@@ -83,14 +83,14 @@ class CudaCopyEngine:
         self._from = current(self._device)
         self.captured = self.captured or torch.cuda.is_current_stream_capturing()
         if self.captured or not self._begun:
-            self._order(self._from, self._raw)
+            self._order(self._from, self.raw)
         self._begun = True
 
     def join(self) -> None:
         try:
             self._flush()
         finally:
-            self._order(self._raw, self._from)
+            self._order(self.raw, self._from)
 
     def queue(self, key: Any, jobs: Callable[[], None]) -> None:
         """Queue what ``jobs`` queues: the same for the same ``key``, in memory that lasts; None if that cannot be said."""
@@ -99,7 +99,7 @@ class CudaCopyEngine:
             jobs()
             self._flush()
         else:
-            driver.launch_graph(known, self._raw)
+            driver.launch_graph(known, self.raw)
 
     def remember(self, key: Any, jobs: Callable[[], None]) -> None:
         """Jobs have been queued: when that is done for the second time, keep them as a graph.
@@ -126,7 +126,7 @@ class CudaCopyEngine:
 
         self._graphs[key] = None
         try:
-            self._graphs[key] = driver.captured(self._raw, queue)
+            self._graphs[key] = driver.captured(self.raw, queue)
         except RuntimeError as problem:  # as when another thread of the program waited for the device; the copies are queued
             log.warning("copies of a call go on being queued one by one, which takes the host longer: %s", problem)
             self._batch.clear()
@@ -164,7 +164,7 @@ class CudaCopyEngine:
     def _flush(self) -> None:
         if self._batch:
             batch, self._batch = self._batch, []  # nothing of what the driver refuses is left to the next call
-            driver.batch(self._raw, batch)
+            driver.batch(self.raw, batch)
 
     def copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         """Copy ``rows`` rows of ``width`` bytes."""
@@ -174,6 +174,6 @@ class CudaCopyEngine:
         if rows == 1 or pitch_source < width or max(pitch_to, pitch_source) > MAX_PITCH:
             # row by row what a 2D copy refuses: rows that overlap, as of an expanded tensor, and rows too far apart
             for row in range(rows):
-                driver.copy(self._raw, to + row * pitch_to, source + row * pitch_source, width)
+                driver.copy(self.raw, to + row * pitch_to, source + row * pitch_source, width)
             return
-        driver.copy_2d(self._raw, to, pitch_to, source, pitch_source, width, rows)
+        driver.copy_2d(self.raw, to, pitch_to, source, pitch_source, width, rows)

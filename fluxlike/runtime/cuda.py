@@ -39,7 +39,7 @@ class CudaLanes(Lanes):
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
         self._own, self._order = streams.Own(self._device), streams.Order(self._device)
-        self._other, self._raw = self._own.stream, self._own.raw
+        self._other, self.raw = self._own.stream, self._own.raw
         #: Streams of callers since the other one last began behind all of them, each with the capture that it was part of, or 0.
         self._callers: set[tuple[int, int]] = set()
 
@@ -48,7 +48,7 @@ class CudaLanes(Lanes):
         with self._executor.current():
             current, capture = streams.current(self._device), self._executor.capture()
             self.captured = self.captured or capture != 0
-            self._order(current, self._raw)
+            self._order(current, self.raw)
             self._follow(current, capture)
         try:
             yield
@@ -65,7 +65,7 @@ class CudaLanes(Lanes):
         for caller, then in self._callers - {(current, capture)}:
             now = driver.capture_of(caller)
             if now == then == capture:
-                self._order(caller, self._raw)
+                self._order(caller, self.raw)
             elif then == 0 or now == then:  # what waits for a stream that is being captured would become part of its graph
                 left.add((caller, then))
         self._callers = left
@@ -89,8 +89,8 @@ class CudaLanes(Lanes):
         """``stream`` waits for the other one, but not where a graph is captured of one of the two alone: a graph cannot wait for
         what is outside of it, nor for what is in one whose capture has ended. Returns the capture of ``stream``, or 0."""
         capture = driver.capture_of(stream)
-        if driver.capture_of(self._raw) == capture:
-            self._order(self._raw, stream)
+        if driver.capture_of(self.raw) == capture:
+            self._order(self.raw, stream)
         return capture
 
 
@@ -104,18 +104,18 @@ class CudaPuts:
     def __init__(self, executor: "CudaExecutor") -> None:
         self._executor, self._device = executor, executor.device
         self._own, self._order = streams.Own(self._device, priority=-1), streams.Order(self._device)
-        self._raw = self._own.raw
+        self.raw = self._own.raw
 
     def put(self, to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
         """`nvshmem.put`, behind what the current stream holds now and before what it holds behind `join`."""
         with self._executor.current():
             self.captured = self.captured or torch.cuda.is_current_stream_capturing()
-            self._order(streams.current(self._device), self._raw)
-            nvshmem.put(to, source, nbytes, signal, more, pe, self._raw)
+            self._order(streams.current(self._device), self.raw)
+            nvshmem.put(to, source, nbytes, signal, more, pe, self.raw)
 
     def join(self) -> None:
         with self._executor.current():
-            self._order(self._raw, streams.current(self._device))
+            self._order(self.raw, streams.current(self._device))
 
     def add(self, address: int, pe: int) -> None:
         """Add one to a word of another node's, behind what the current stream holds."""
@@ -134,7 +134,7 @@ class CudaPuts:
         """What was queued here, on the current stream and of abort words is complete at the other nodes, once these are done."""
         if not self._executor.one_host:  # where GPUs write to each other that is so without
             with self._executor.current():
-                for stream in (self._raw, streams.current(self._device), self._executor.far_posts):
+                for stream in (self.raw, streams.current(self._device), self._executor.far_posts):
                     nvshmem.quiet(stream)
 
 
@@ -391,7 +391,7 @@ class CudaExecutor:
         """Whether one of these is part of a capture that the current stream is not part of, as that of another thread: what would
         be queued there could not be outside of it, and CUDA would end the capture.
         """
-        held = [side._raw for side in sides if side.captured]  # seldom any
+        held = [side.raw for side in sides if side.captured]  # seldom any
         if not held:
             return False
         with self.current():

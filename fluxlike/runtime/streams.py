@@ -51,7 +51,8 @@ class Own:
 class Side(Protocol):
     """What has a stream of its own."""
 
-    _raw: int
+    #: The stream's number; asked for only where a graph has been captured of it, so stand-ins without a stream need none.
+    raw: int
     #: Whether a graph has been captured of it.
     captured: bool
 
