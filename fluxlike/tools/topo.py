@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..topology import Cost, LinkMatrix, Tree, current, detect, load, measure, plan_trees, presets, probe
-from ..topology.matrix import names_file
+from ..topology import Cost, LinkMatrix, Tree, detect, load, measure, plan_trees, presets, probe
+from ..topology.matrix import named, names_file
 from ..topology.plan import MOST, OBJECTIVES
 from . import once, topo_report
 
@@ -97,9 +97,16 @@ def picture_formats() -> list[str]:
 
 def probed() -> LinkMatrix:
     """This machine's GPUs, with copies measured. RuntimeError without GPUs."""
-    matrix = LinkMatrix.detect()
+    matrix = detect.detect("leave out --probe, which measures copies between the GPUs of a machine")
     torch = importlib.import_module("torch")
     return probe.probed(matrix, probe.probe(probe.torch_copies(torch), len(matrix)))
+
+
+def matrix_of(name: str | None) -> LinkMatrix:
+    """What is named here, else by FLUXLIKE_TOPOLOGY, else this machine's GPUs. RuntimeError without all of them."""
+    if name is not None:
+        return load(name)
+    return named() or detect.detect(f"{detect.REMEDY}, or name a preset: python -m fluxlike topo p3.16xlarge")
 
 
 def planned(matrix: LinkMatrix, **options: Any) -> tuple[list[Tree], Cost, float]:
@@ -191,7 +198,7 @@ def write(path: str, data: dict[str, Any]) -> None:
 
 def one(asked: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Matrix and plan of one machine; the exit status."""
-    matrix = probed() if asked.probe else load(asked.topology) if asked.topology is not None else current()
+    matrix = probed() if asked.probe else matrix_of(asked.topology)
     options = {
         "k": asked.k, "objective": asked.objective, "link_usage_penalty": asked.link_usage_penalty,
         "backtrack": asked.backtrack, "seed": asked.seed, "roots": asked.roots,
@@ -225,7 +232,5 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, RuntimeError, ValueError) as error:
         if once.cannot_print(error):
             raise
-        said, preset = str(error), f"{detect.REMEDY}, or name a preset: python -m fluxlike topo p3.16xlarge"
-        instead = "leave out --probe, which measures copies between the GPUs of a machine" if asked.probe else preset
-        print(f"topo: {said.replace(detect.REMEDY, instead)}", file=sys.stderr)
+        print(f"topo: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1

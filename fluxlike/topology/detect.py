@@ -39,11 +39,14 @@ class Found:
     failures: list[str] = field(default_factory=list)
 
 
-def detect() -> LinkMatrix:
-    """The links of the GPUs that CUDA shows this process. RuntimeError if there are none, or none that can be looked at."""
+def detect(remedy: str = REMEDY) -> LinkMatrix:
+    """The links of the GPUs that CUDA shows this process. RuntimeError if there are none, or none that can be looked at.
+
+    ``remedy``: what the caller can do without GPUs, for that error.
+    """
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available() or not torch.cuda.device_count():
-        raise RuntimeError(f"torch sees no CUDA GPU, so there are no links to detect; {REMEDY}")
+        raise RuntimeError(f"torch sees no CUDA GPU, so there are no links to detect; {remedy}")
     return merge(look(torch, lambda: importlib.import_module("cuda.bindings.nvml")))
 
 
