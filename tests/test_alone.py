@@ -123,6 +123,10 @@ def test_what_is_asked_for(capsys):
         with pytest.raises(SystemExit):
             tool.main(["gemm_rs", wrong, "0"])
         assert f"{wrong} 0: {says}" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        tool.main(["gemm_rs", "--ranks", "1025"])
+    says = "--ranks 1025 is above 1024, the most that records of bench may say; give that or less"
+    assert end.value.code == 2 and says in capsys.readouterr().err and tool.parse(["gemm_rs", "--ranks", "1024"]).ranks == 1024
 
 
 def test_several_at_once_are_refused(monkeypatch, capsys):

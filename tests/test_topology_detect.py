@@ -389,6 +389,19 @@ def test_a_number_of_machines_that_is_none(more, capsys):
     assert "--random -1 is below 0; give a number of machines" in capsys.readouterr().err
 
 
+def test_more_trees_than_anybody_needs(capsys):
+    """Several for each GPU are planned, though; how many the search can have is said before it has begun."""
+    for option, given, says in (
+        ("--k", "1025", "--k 1025 is above 1024 trees; give that or less, or leave it out for one for each GPU"),
+        ("--roots", ",".join(["0"] * 1025), "--roots names 1025, above 1024 trees; name that many or fewer"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            topo.main(["nvswitch-4", option, given])
+        assert end.value.code == 2 and says in capsys.readouterr().err
+    for option, given in (("--k", "1024"), ("--roots", ",".join(["0"] * 1024))):
+        assert topo.main(["nvswitch-2", option, given]) == 0 and "minmax: 1024 trees" in capsys.readouterr().out
+
+
 def test_pictures_are_files_with_a_format(capsys, tmp_path):
     """Said before anything is planned, and not the name of a file that would be another."""
     for name, why in (("", "is a folder"), ("/new/", "is a folder"), ("/x", "is without a format"), ("/x.", "is without a format")):

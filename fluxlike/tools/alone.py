@@ -41,6 +41,7 @@ from ..ops.gemm_rs import create_gemm_rs_context
 from ..runtime import alone
 from . import bench_report, command, once, trace_events
 from .bench_problems import PROBLEMS, SUITES
+from .bench_records import MOST_RANKS
 from .bench_report import Shape
 
 SCHEDULES = ("copy_engine", "in_kernel")
@@ -221,6 +222,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     once.by_itself(parser, "alone plays its rank")
     if asked.ranks < 2:
         parser.error(f"--ranks {asked.ranks}: give two ranks or more")
+    if asked.ranks > MOST_RANKS:
+        parser.error(f"--ranks {asked.ranks} is above {MOST_RANKS}, the most that records of bench may say; give that or less")
     if asked.rounds < 1:
         parser.error(f"--rounds {asked.rounds}: give one round or more")
     command.choose_suite(parser, asked, torch.cuda.is_available(), PROBLEMS[asked.op])

@@ -18,6 +18,9 @@ from ..topology.matrix import named, names_file
 from ..topology.plan import MOST, OBJECTIVES
 from . import once, topo_report
 
+#: Trees that are asked for at most: one for each GPU of the largest preset. A search, and what it prints, grows with their number.
+MOST_TREES = 1024
+
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = once.Parser(
@@ -60,6 +63,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         asked.roots = [int(root) for root in asked.roots.split(",")] if asked.roots is not None else None
     except ValueError:
         parser.error(f"--roots {asked.roots!r} is no list of numbers, such as 0,3")
+    if asked.k is not None and asked.k > MOST_TREES:
+        parser.error(f"--k {asked.k} is above {MOST_TREES} trees; give that or less, or leave it out for one for each GPU")
+    if asked.roots is not None and len(asked.roots) > MOST_TREES:
+        parser.error(f"--roots names {len(asked.roots)}, above {MOST_TREES} trees; name that many or fewer")
     once.different(parser, asked, ("save", "json", "png"))
     for name in ("save", "json", "png"):
         once.writable(parser, getattr(asked, name), f"--{name}", file=True)
