@@ -4,6 +4,7 @@ are advanced before all threads have read them; a lint of nothing, and one that 
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -238,6 +239,18 @@ def test_a_case_of_another_architecture(sm, capsys):
     assert lint.main(["--sm", sm, "--case", "gemm_rs-copy_engine-waves"]) == 2
     said = "lint: calls with 'gemm_rs-copy_engine-waves' in their names are compiled for sm_90 only; name one of them with --sm\n"
     assert capsys.readouterr().err == said
+
+
+def test_architectures_that_a_case_does_not_have_are_named(monkeypatch, capsys):
+    """Nobody is to take for looked at what was not; said beside the reports, which may be JSON."""
+    report = lint.Report("case", "kernel", 90, 32, 1000, 0, ())
+    monkeypatch.setattr(lint, "check_all", lambda *asked: iter([report]))
+    for sm, left in (("80,90,100", "sm_80, sm_100"), ("100,90", "sm_100"), ("90", "")):
+        assert lint.main(["--sm", sm, "--case", "gemm_rs-copy_engine-waves", "--json"]) == 0
+        said = capsys.readouterr()
+        line = f"lint: calls with 'gemm_rs-copy_engine-waves' in their names are compiled for sm_90 only; left out: {left}\n"
+        assert said.err == (line if left else "") and json.loads(said.out)["reports"]
+    assert lint.main(["--sm", "80,90", "--case", "gemm_rs"]) == 0 and not capsys.readouterr().err
 
 
 def test_the_architectures_that_may_be_named():

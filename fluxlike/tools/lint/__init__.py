@@ -130,6 +130,7 @@ def main(argv: list[str]) -> int:
     capabilities = list(dict.fromkeys(map(int, asked.sm.split(","))))
     status = 0
     if asked.file is None:
+        _say_left_out(asked.case, capabilities)
         coming = check_all(capabilities, asked.case, asked.jobs)
     elif os.path.isfile(asked.file):
         once.on_one_node(parser, "lint of a program")
@@ -160,12 +161,33 @@ def _each(reports: Iterable[Report]) -> Generator[Report]:
     yield from reports
 
 
+def _having(named: str, capabilities: Iterable[int]) -> list[int]:
+    """Those for which there are cases with ``named`` in their names."""
+    return [capability for capability in capabilities if any(named in str(case) for case in cases(capability))]
+
+
+def _compiled_for(named: str, capabilities: Iterable[int]) -> str:
+    return f"calls with {named!r} in their names are compiled for {_listed(capabilities)} only"
+
+
+def _listed(capabilities: Iterable[int]) -> str:
+    return ", ".join(f"sm_{capability}" for capability in capabilities)
+
+
+def _say_left_out(named: str, capabilities: Sequence[int]) -> None:
+    """Said before the rest is compiled, which takes minutes; where all would be left out, `_nothing` says so."""
+    looked_at = _having(named, capabilities)
+    left_out = [capability for capability in capabilities if capability not in looked_at]
+    if looked_at and left_out:
+        print(f"lint: {_compiled_for(named, _having(named, SHARED))}; left out: {_listed(left_out)}", file=sys.stderr, flush=True)
+
+
 def _nothing(asked: argparse.Namespace, capabilities: Sequence[int]) -> str:
     """Why no kernel was compiled."""
     if asked.file is not None:
         return f"{asked.file} launched no kernel of its own, so nothing was looked at; lint a program that does"
-    others = [f"sm_{other}" for other in SHARED if any(asked.case in str(case) for case in cases(other))]
+    others = _having(asked.case, SHARED)
     if others:
-        return f"calls with {asked.case!r} in their names are compiled for {', '.join(others)} only; name one of them with --sm"
+        return f"{_compiled_for(asked.case, others)}; name one of them with --sm"
     known = sorted({f"{case.op}-{case.schedule}" for capability in capabilities for case in cases(capability)})
     return f"no call has {asked.case!r} in its name, so nothing was looked at; names begin with one of {', '.join(known)}"
