@@ -1,6 +1,8 @@
 """Ids that go ahead of their gradient wait for those of the peers: other calls that wait begin behind them, on all GPUs alike."""
 
+import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -186,6 +188,58 @@ def left_in_a_graph(group):
         ctx.check()
         product.check()
         assert torch.equal(reduced(True).to_dense(), whole)
+
+
+class Asked:
+    """A lock; ``asks`` is called when another thread than this one is about to take it."""
+
+    def __init__(self, lock, asks):
+        self.lock, self.asks, self.mine = lock, asks, threading.get_ident()
+
+    def __enter__(self):
+        if threading.get_ident() != self.mine:
+            self.asks()
+        return self.lock.__enter__()
+
+    def __exit__(self, *error):
+        return self.lock.__exit__(*error)
+
+
+def cancelled_by_a_thread(group):
+    """Tables of a group have their lanes in common: no thread joins those of one while another one forks those of the other."""
+    ids, order, came = torch.arange(3, device=device()), [], threading.Event()
+
+    def comes(what):
+        order.append(what)
+        came.set()
+
+    with (
+        fluxlike.create_sparse_all_reduce_context((50, 4), 12, group=group) as ctx,
+        fluxlike.create_sparse_all_reduce_context((9, 2), 4, group=group) as other,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        thread, forked = threading.Thread(target=other.cancel_indices), ctx._lanes.forked
+
+        @contextlib.contextmanager
+        def forked_beside():
+            thread.start()
+            assert came.wait(60)
+            order.append("forked")
+            with forked():
+                yield
+
+        other.start_indices(ids)
+        other._pending.joined.callback(comes, "joined")
+        patch.setattr(ctx._lanes, "forked", forked_beside)
+        patch.setattr(ctx.control, "lock", Asked(ctx.control.lock, lambda: comes("waits")))
+        ctx.start_indices(ids)
+        thread.join(60)
+        assert order == ["waits", "forked", "joined"] and other._pending is None and ctx._pending is not None
+        ctx.cancel_indices()
+
+
+def test_ids_that_a_thread_cancels():
+    run_ranks(cancelled_by_a_thread, 2)
 
 
 @pytest.mark.gpu

@@ -129,9 +129,10 @@ class SparseAllReduceContext(EpochContext):
 
     def cancel_indices(self) -> None:
         """Forget ids that were started, as their gradient will not come. On all ranks alike."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.joined.close()
+        with self.control.lock:  # a thread may be in a call, also of another table, whose lanes are the same
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.joined.close()
 
     def exchange(self, ids: torch.Tensor, capacity: int, table_rows: int, scatter: bool = False) -> Pending:
         """Queue the exchange of ``ids``, beside what the current stream holds next until the fork is joined.
