@@ -257,35 +257,53 @@ def test_side_streams():
     run_ranks(side_streams, 2)
 
 
-def calls_beside_a_capture(group, schedule):
-    """While one thread captures a stream on which another one's calls were made, this one makes more: they are not in the graph."""
+@contextlib.contextmanager
+def beside_a_capture(group, schedule):
+    """A stream that is to be captured; two calls of which nothing is left to be loaded or made, on it and on the default stream;
+    ``in_thread(stream, calls)``, for the results that another thread has there; ``right(results, what)``, which compares them.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     rs, ag = contexts(group, schedule, 512, 256, 256)
     case, other = RSCase(512, 256, [256] * size, torch.bfloat16, 1), AGCase(512, [256] * size, 256, torch.bfloat16, 1)
     (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
     torch.cuda.synchronize()
-    captured, graph, count = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.zeros(1, device=device())
-    usual = torch.cuda.default_stream()
+    captured = torch.cuda.Stream()
+    both = (lambda: fluxlike.gemm_rs(x, w, rs)), (lambda: fluxlike.ag_gemm(shard, v, ag))
 
-    def calls(stream):
+    def on(stream, calls):
         torch.cuda.set_device(device())
         with torch.cuda.stream(stream):
-            return fluxlike.gemm_rs(x, w, rs), fluxlike.ag_gemm(shard, v, ag)
+            return [call() for call in calls]
+
+    def right(results, what):
+        y, z = results
+        same(y, case.expected(rank), f"gemm_rs{what} {schedule}")
+        same(z, other.whole()[1][rank], f"ag_gemm{what} {schedule}")
 
     with ThreadPoolExecutor(1) as thread:
-        for stream in (usual, captured, captured):  # what is loaded or made once must not be so during a capture
-            thread.submit(calls, stream).result()
-        with torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"):
-            count += 1
-            y, z = thread.submit(calls, usual).result()
-    torch.cuda.synchronize()
-    same(y, case.expected(rank), f"gemm_rs beside a capture {schedule}")
-    same(z, other.whole()[1][rank], f"ag_gemm beside a capture {schedule}")
-    graph.replay()
-    assert count.item() == 1
+
+        def in_thread(stream, calls):
+            return thread.submit(on, stream, calls).result()
+
+        for stream in (torch.cuda.default_stream(), captured, captured):  # what is loaded or made once must not be so in a capture
+            in_thread(stream, both)
+        yield captured, both, in_thread, right
     for ctx in (rs, ag):
         ctx.check()
         ctx.close()
+
+
+def calls_beside_a_capture(group, schedule):
+    """While one thread captures a stream on which another one's calls were made, this one makes more: they are not in the graph."""
+    with beside_a_capture(group, schedule) as (captured, both, in_thread, right):
+        graph, usual, count = torch.cuda.CUDAGraph(), torch.cuda.default_stream(), torch.zeros(1, device=device())
+        with torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"):
+            count += 1
+            results = in_thread(usual, both)
+        torch.cuda.synchronize()
+        right(results, " beside a capture")
+        graph.replay()
+        assert count.item() == 1
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -295,37 +313,19 @@ def test_calls_beside_a_capture(schedule):
 
 def refused_beside_a_capture(group, schedule):
     """While one thread captures calls, those of another on the same contexts are refused, and the graph is whole."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    rs, ag = contexts(group, schedule, 512, 256, 256)
-    case, other = RSCase(512, 256, [256] * size, torch.bfloat16, 1), AGCase(512, [256] * size, 256, torch.bfloat16, 1)
-    (x, w, _), (shard, v, _) = case.inputs(rank), other.inputs(rank)
-    torch.cuda.synchronize()
-    captured, graph, usual = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.default_stream()
-    made = (lambda: fluxlike.gemm_rs(x, w, rs)), (lambda: fluxlike.ag_gemm(shard, v, ag))
-
-    def on(stream, calls):
-        torch.cuda.set_device(device())
-        with torch.cuda.stream(stream):
-            return [call() for call in calls]
-
-    with ThreadPoolExecutor(1) as thread:
-        for stream in (usual, captured, captured):
-            thread.submit(on, stream, made).result()
+    with beside_a_capture(group, schedule) as (captured, both, in_thread, right):
+        graph, usual = torch.cuda.CUDAGraph(), torch.cuda.default_stream()
         with torch.cuda.graph(graph, stream=captured, capture_error_mode="thread_local"):
-            replayed = [call() for call in made]
-            for call in made:
+            replayed = [call() for call in both]
+            for call in both:
                 with pytest.raises(RuntimeError, match="a CUDA graph is being captured of calls that have a side stream in common"):
-                    thread.submit(on, usual, [call]).result()
+                    in_thread(usual, [call])
         for y in replayed:
             y.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        for y, z in (replayed, thread.submit(on, usual, made).result()):
-            same(y, case.expected(rank), f"gemm_rs, and a refused call beside its capture {schedule}")
-            same(z, other.whole()[1][rank], f"ag_gemm, and a refused call beside its capture {schedule}")
-    for ctx in (rs, ag):
-        ctx.check()
-        ctx.close()
+        for results in (replayed, in_thread(usual, both)):
+            right(results, ", and a refused call beside its capture")
 
 
 @pytest.mark.parametrize("schedule", ("copy_engine", "decomposed"))
