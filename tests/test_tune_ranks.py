@@ -1,4 +1,4 @@
-"""Tuned choices on ranks, which agree on one table, and FLUXLIKE_TUNE=on, by which they measure. `test_tune` has the files."""
+"""Tuned choices on ranks, which agree on one table; FLUXLIKE_TUNE=on, by which they measure, and how. `test_tune` has the files."""
 
 import logging
 import os
@@ -185,3 +185,67 @@ def test_on_tunes_when_a_context_is_made(sabotage):
     found, kept = outcomes[0].value
     assert outcomes[1].value[0] == found == kept and len(found) == 2
     assert not sabotage or not any("group 8" in made for made in found)
+
+
+# measuring
+
+
+@pytest.mark.parametrize("cuda", (False, True))
+def test_seconds_of_a_call(cuda, monkeypatch):
+    """On GPUs between two events, whose times are in ms, behind a call that does not count; else by the host's clock."""
+    now, made = 0.0, []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+    def call():
+        nonlocal now
+        now += 0.5
+        made.append(now)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    assert tuning.timed(call, 4, cuda, lambda: made.append("settled")) == 0.5
+    assert len(made) == (6 if cuda else 4) and (made[-1] == "settled") == cuda
+
+
+def test_the_median_of_the_slowest_rank_counts(monkeypatch):
+    """Of choices that take turns; one that fails on a rank is left out."""
+    seconds = {"quick": iter((9.0, 9.0, 5.0, 1.0, 2.0, 4.0, 3.0)), "uneven": iter((9.0, 9.0, *5 * (1.0,))), "broken": iter((9.0,))}
+    order = []
+
+    class Control:
+        def gather(self, value, what):
+            slower = (value[0] + 2.0, "") if trials.used == "uneven" else value
+            return [value, slower, (0.0, "out of ideas" if trials.used == "broken" else "")]
+
+        def agree(self, what, value, error):
+            assert error is None
+
+    class Ctx:
+        control, op, device = Control(), "gemm_rs", torch.device("cpu")
+
+        def use(self, made):
+            trials.used = made
+            order.append(made)
+
+        def check(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(tuning, "timed", lambda *args: next(seconds[trials.used]))
+    trials = tuning._Trials(Ctx(), Ctx, lambda ctx: lambda: None)
+    trials._cuda = True
+    assert trials.measure(list(seconds)) == {"quick": 3.0, "uneven": 3.0}
+    assert order[:5] == ["quick", "quick", "uneven", "uneven", "broken"]
+    turns = [tuning.in_turn(["quick", "uneven"], turn) for turn in range(tuning.ROUNDS)]
+    assert order[5:] == [made for turn in turns for made in turn] and turns[0] != turns[1], "each behind the other one"
