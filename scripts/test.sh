@@ -171,9 +171,9 @@ if [ $# -eq 0 ]; then
              sparse_ahead sparse_all_reduce sparse_in_a_model sparse_index sparse_refusals whole_sizes"
   # the interpreter's tests count threads, so they stand before any that leave some
   fx_computing="interpreter interpreter_language ops calls all_reduce collectives copy_engine decomposed direct fuzz fuzz_collectives
-             groups library nn async_tp async_tp_calls async_tp_reports compiled_graphs choice sanitizer_case operands racecheck
-             racecheck_host racecheck_memory racecheck_tables racecheck_waits runfile sequential trace trees waves as_on_gpus bench_few
-             bench_ranks"
+             gradients groups library nn async_tp async_tp_calls async_tp_reports compiled_graphs choice sanitizer_case operands
+             racecheck racecheck_host racecheck_memory racecheck_tables racecheck_waits runfile sequential trace trees waves as_on_gpus
+             bench_few bench_ranks"
   for fx_names in "$fx_compiling" "$fx_computing"; do
     fx_files=()
     for fx_name in $fx_names; do fx_files+=("tests/test_$fx_name.py"); done
