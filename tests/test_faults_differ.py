@@ -1,4 +1,7 @@
-"""Ranks that meet on the host for different things: each is told what, in the same words, and nobody waits for another."""
+"""Ranks that meet on the host for different things: each is told what, in the same words, and nobody waits for another. Also behind
+a call that was refused."""
+
+import time
 
 import pytest
 import torch
@@ -112,3 +115,52 @@ def closes_crosswise(group):
 
 def test_contexts_that_are_closed_in_another_order():
     run_ranks(closes_crosswise, 2)
+
+
+def differs_behind(group, late):
+    """Both refuse a call, and then one makes another and one a context: that they differ is told to both, and at once."""
+    fluxlike.init(heap="shm", heap_bytes=8 << 20)
+    rank, x, w = group.rank(), torch.ones(8, 16), torch.ones(8, 16)
+
+    def make():
+        return fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32)
+
+    ctx = make()
+    with pytest.raises(ValueError, match="float64"):
+        fluxlike.gemm_rs(x.double(), w, ctx)
+    dist.barrier(group)
+    if rank == late:
+        time.sleep(0.5)
+    said, took = told(lambda: make() if rank == 0 else fluxlike.gemm_rs(x, w, ctx), fluxlike.CallMismatch)
+    assert "at 'create_gemm_rs_context'" in said and took < 5, said
+    assert torch.equal(fluxlike.gemm_rs(x, w, make()), torch.full((4, 8), 32.0))
+    fluxlike.finalize()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_what_differs_behind_a_refused_call(late):
+    for outcome in run_fresh(differs_behind, 2, {"FLUXLIKE_TIMEOUT_S": "30"}, late=late):
+        assert outcome.ok, str(outcome)
+
+
+def makes_one_behind(group):
+    """Rank 0 refuses a call and makes one that waits for nobody; then rank 1 makes the first: that they differ is told to both."""
+    x, w = (torch.ones(8, 16, device=device()) for _ in range(2))
+
+    def make():
+        return fluxlike.create_gemm_rs_context(8, 8, 16, torch.float32, group)
+
+    ctx = make()
+    if dist.get_rank(group) == 0:
+        with pytest.raises(ValueError, match="float64"):
+            fluxlike.gemm_rs(x.double(), w, ctx)
+        ctx.record(M=0, N=8)
+    dist.barrier(group)
+    said, _ = told(make if dist.get_rank(group) == 0 else lambda: fluxlike.gemm_rs(x, w, ctx), ValueError)
+    assert "CallMismatch" in said and "this rank refused" in said, said
+    with make() as ctx:
+        assert fluxlike.gemm_rs(x, w, ctx).eq(32).all()
+
+
+def test_a_call_behind_one_that_was_refused():
+    run_ranks(makes_one_behind, 2)
