@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import os
 import threading
 import types
@@ -40,7 +39,7 @@ from triton.runtime.jit import JITFunction, mangle_type
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import programs
-from .operands import Semantic, init_block_type, narrow, operators, widen, with_element_ty
+from .operands import Semantic, lighter, narrow, operators, widen
 from .programs import Schedule, configure, yield_program
 from .rewriting import interpreted, plain
 
@@ -296,53 +295,6 @@ def _in_float32(apply: Callable) -> Callable:
     return wrapped
 
 
-# what Triton makes anew for every value, a fifth of the time of a launch: made once (as the types of blocks, in `operands`)
-
-
-@functools.cache
-def _extents(shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """``shape`` and ``numel`` of a tensor as constants."""
-    return tl.tuple([tl.constexpr(extent) for extent in shape]), tl.constexpr(math.prod(shape))
-
-
-_NO_EXTENTS = _extents(())
-_extents_of: dict[str, tuple[Any, Any]] = {}  # by types' names, as Triton's own tuples take long to hash
-
-
-def _init_tensor(self: Any, handle: Any, type: Any) -> None:
-    """``tl.tensor.__init__``."""
-    self.handle, self.type, self.dtype = handle, type, type.scalar
-    found = _extents_of.get(type.name) if type.is_block() else _NO_EXTENTS
-    if found is None:
-        found = _extents_of[type.name] = _extents(tuple(type.shape))
-    self.shape, self.numel = found
-
-
-def _equal_types(self: Any, other: Any) -> bool:
-    """``tl.dtype.__eq__``."""
-    other = plain(other)
-    return isinstance(other, tl.dtype) and self.name == other.name
-
-
-_scalar_np_dtype = functools.cache(stock._get_np_dtype)
-
-
-def _np_dtype(type: Any) -> np.dtype:
-    """``triton.runtime.interpreter._get_np_dtype``."""
-    scalar = type.scalar
-    return np.dtype(np.uint64) if scalar.is_ptr() else _scalar_np_dtype(scalar)
-
-
-def _lighter() -> list[tuple[Any, str, Any]]:
-    """The replacements, as `_patches`; none of those that do not what this Triton does."""
-    found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
-    found += [(tl.block_type, "__init__", init_block_type), (tl.block_type, "with_element_ty", with_element_ty)]
-    made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
-    _init_tensor(ours, made.handle, made.type)
-    attributes = [{name: str(value) for name, value in vars(tensor).items()} for tensor in (made, ours)]
-    return [*found, (tl.tensor, "__init__", _init_tensor)] if attributes[0] == attributes[1] else found
-
-
 def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``JITFunction.__call__`` while a kernel is interpreted."""
     return _interpreted(function.fn)(*args, **kwargs)
@@ -372,7 +324,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
     usual = {name: record.values[id(tl.tensor), name][2] for name in vars(tl.tensor) if (id(tl.tensor), name) in record.values}
     for name, operator in operators(usual).items():
         record.set_attr(tl.tensor, name, operator)
-    for change in _lighter():
+    for change in lighter():
         record.set_attr(*change)
     # Triton 3.6 asks int() of a one-element array, which numpy 2.4 no longer answers.
     record.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))

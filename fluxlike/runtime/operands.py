@@ -4,13 +4,17 @@ Most operations of a kernel are between numbers of one kind, or with a constant:
 casts and broadcasts them by rules for all kinds, and makes types anew for each, in Python: a third of the time of interpreting.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
+import triton.runtime.interpreter as stock
 from triton.language.semantic import TritonSemantic
-from triton.runtime.interpreter import TensorHandle
+
+from .rewriting import plain
 
 #: Two operands of one of these, or one and a number that fits, are computed as they are.
 _PLAIN = frozenset(map(id, (tl.int32, tl.int64, tl.float32)))
@@ -43,7 +47,7 @@ def narrow(values: np.ndarray) -> np.ndarray:
 # operands
 
 
-class _Handle(TensorHandle):  # type: ignore[misc]
+class _Handle(stock.TensorHandle):  # type: ignore[misc]
     """What is made here, whose elements are no wider than their kind: without Triton's look at that for each."""
 
     def __init__(self, data: Any, dtype: Any) -> None:
@@ -82,7 +86,7 @@ class Semantic(TritonSemantic):  # type: ignore[misc]
         )
 
     def broadcast_impl_value(self, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        # shapes are made once (`interpreter._extents`), so equal ones are the same
+        # shapes are made once (`_extents`), so equal ones are the same
         if lhs.shape is rhs.shape:
             return lhs, rhs
         left, right = lhs.type.is_block(), rhs.type.is_block()
@@ -214,7 +218,7 @@ def _form(tensor: Any, other: Any) -> Any:
     form = tensor.type
     if tensor.handle.data.ndim == 0:  # of a sum over a whole block
         return None
-    # shapes are made once (`interpreter._extents`), so equal ones are the same
+    # shapes are made once (`_extents`), so equal ones are the same
     if type(other) is not tl.tensor or other.shape is tensor.shape:
         return form
     if other.handle.data.ndim == 0:
@@ -260,3 +264,50 @@ def with_element_ty(self: Any, scalar_ty: Any) -> Any:
         if key[0] in _SCALARS:
             _related[key] = found
     return found
+
+
+# what Triton makes anew for every value, a fifth of the time of a launch: made once
+
+
+@functools.cache
+def _extents(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """``shape`` and ``numel`` of a tensor as constants."""
+    return tl.tuple([tl.constexpr(extent) for extent in shape]), tl.constexpr(math.prod(shape))
+
+
+_NO_EXTENTS = _extents(())
+_extents_of: dict[str, tuple[Any, Any]] = {}  # by types' names, as Triton's own tuples take long to hash
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """``tl.tensor.__init__``."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    found = _extents_of.get(type.name) if type.is_block() else _NO_EXTENTS
+    if found is None:
+        found = _extents_of[type.name] = _extents(tuple(type.shape))
+    self.shape, self.numel = found
+
+
+def _equal_types(self: Any, other: Any) -> bool:
+    """``tl.dtype.__eq__``."""
+    other = plain(other)
+    return isinstance(other, tl.dtype) and self.name == other.name
+
+
+_scalar_np_dtype = functools.cache(stock._get_np_dtype)
+
+
+def _np_dtype(type: Any) -> np.dtype:
+    """``triton.runtime.interpreter._get_np_dtype``."""
+    scalar = type.scalar
+    return np.dtype(np.uint64) if scalar.is_ptr() else _scalar_np_dtype(scalar)
+
+
+def lighter() -> list[tuple[Any, str, Any]]:
+    """What is replaced by these, and by the types of blocks, as `interpreter._patches`; not what does otherwise in this Triton."""
+    found = [(tl.dtype, "__eq__", _equal_types), (stock, "_get_np_dtype", _np_dtype)]
+    found += [(tl.block_type, "__init__", init_block_type), (tl.block_type, "with_element_ty", with_element_ty)]
+    made, ours = tl.tensor(None, tl.block_type(tl.int32, [2, 4])), object.__new__(tl.tensor)
+    _init_tensor(ours, made.handle, made.type)
+    attributes = [{name: str(value) for name, value in vars(tensor).items()} for tensor in (made, ours)]
+    return [*found, (tl.tensor, "__init__", _init_tensor)] if attributes[0] == attributes[1] else found
