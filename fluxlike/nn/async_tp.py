@@ -25,7 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from .. import __version__
 from ..ops import library
 from ..runtime import world
-from . import patterns, rewrite
+from . import merging, patterns, rewrite
 
 log = logging.getLogger("fluxlike")
 
@@ -144,7 +144,7 @@ class AsyncTP(CustomGraphPass):
         report = GraphReport(_kind(graph), len(gathers), len(scatters), len(products))
         if gathers or scatters:
             self._warn_of_pads(gathers + scatters)
-            rewrite.wait_once(graph)
+            merging.wait_once(graph)
             work = rewrite.Rewrite(graph, self.even)
             report.replaced_gathers = self._replace(work, gathers, report)
             report.replaced_scatters = self._replace(work, scatters, report)
@@ -194,7 +194,7 @@ class AsyncTP(CustomGraphPass):
             self._hits_before = _hits()
         ranks = [world.current().control.ranks] if world.is_initialized() else []
         digest = hashlib.sha256(f"{__version__} {library.name_of(self.group)} {self.even} {ranks} {_groups(self.group)}".encode())
-        for module in (__file__, patterns.__file__, rewrite.__file__, library.__file__):
+        for module in (__file__, merging.__file__, patterns.__file__, rewrite.__file__, library.__file__):
             digest.update(Path(module).read_bytes())
         return digest.digest()
 

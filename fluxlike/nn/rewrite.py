@@ -41,7 +41,6 @@ from .patterns import (
     chunks,
     equal,
     in_group,
-    is_mutable,
     keeps_rows,
     known,
     prims,
@@ -61,7 +60,7 @@ NO_PRODUCT = "no product takes what is gathered, of those that nn.Linear and mat
 CUT = "what is gathered is cut behind that, as where the ranks do not divide the sequence"
 PADDED = "is padded, as where the ranks do not divide the sequence"
 RECAST = "is a product in another dtype, as in front of what autocast left in float32"
-#: What `wait_once` leaves apart.
+#: What `merging.wait_once` leaves apart.
 SEVERAL = "what it gathers is made whole several times, and the program gets more than one of these, or one is written to"
 
 
@@ -201,58 +200,6 @@ def _check_group(name: str) -> None:
         outside = [rank for rank in dist.get_process_group_ranks(library.group_of(name)) if rank not in known]
         if outside:
             raise Left(f"ranks {outside} of its group {name!r} are outside the group given to fluxlike.init")
-
-
-def wait_once(graph: torch.fx.Graph) -> None:
-    """One wait for what a collective brings, and one whole of it, where there are several: torch 2.14 has those of each use.
-
-    Not of what the program gets, which may write to one and read another. Inductor says what that is, of a forward.
-    """
-    *_, output = graph.nodes
-    returned = output.args[0]
-    shown = [returned[i] for i in output.meta.get("user_visible_output_idxs", ())] or output.all_input_nodes
-    got = {_storage(node) for node in shown}
-    written = {_storage(given) for node in graph.nodes if is_mutable(node) for given in node.all_input_nodes}
-    for collective in [node for node in graph.nodes if node.target in (GATHER, SCATTER)]:
-        waits = _in_order(collective, lambda user: user.target is WAIT)
-        for wait in waits[1:]:
-            wait.replace_all_uses_with(waits[0])
-            graph.erase_node(wait)
-        if len(waits) > 1:
-            _merge_alike(waits[0], got, written)
-
-
-def _merge_alike(source: Node, got: set[int], written: set[int]) -> None:
-    """Of what is made of a tensor by splits, concatenation and reshapes that keep rows, each thing once.
-
-    Not two wholes whose memory the program gets, both of it, nor any that is written to.
-    """
-    kept: dict[tuple[Any, ...], Node] = {}
-    for user in _in_order(source, lambda user: user.target in (*SPLITS, operator.getitem, aten.cat.default) or keeps_rows(user)):
-        first = kept.setdefault((user.target, str(user.args), str(user.kwargs)), user)
-        if first is user:
-            continue
-        if user.target is aten.cat.default:
-            both = {_storage(user), _storage(first)}
-            if both & written or both <= got:
-                continue
-            got |= both if both & got else set()
-        user.replace_all_uses_with(first)
-        source.graph.erase_node(user)
-    for user in kept.values():
-        _merge_alike(user, got, written)
-
-
-def _storage(node: Node) -> int:
-    """Which memory a tensor has; 0 of what is none."""
-    tensor = node.meta.get("val")
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
-
-
-def _in_order(node: Node, which: Callable[[Node], bool]) -> list[Node]:
-    """Users, as they stand in the graph."""
-    users = {user for user in node.users if which(user)}
-    return [user for user in node.graph.nodes if user in users] if len(users) > 1 else list(users)
 
 
 # -- all_gather -> products --------------------------------------------------------------------------------------------------
