@@ -273,6 +273,32 @@ def test_a_rank_that_comes_too_late_to_a_meeting():
     assert "create_gemm_rs_context: not every rank of [0, 1] came within 2.5 s; " in outcomes[0].value[0], outcomes[0].value
 
 
+def begins_alone(group):
+    """Rank 1, as if it were stopped, does not come to two meetings that have begun: rank 0 is in one, and catches up with one."""
+    init()
+    other = dist.new_group([0, 1])
+    adds(other)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "", 0, 0
+    here, there = world.current().control, world.current().control_of(other)
+    here.board.awaits = lambda: False
+    there._begun = there._start("a meeting", torch.zeros(8, dtype=torch.uint8), time.monotonic())
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        later = thread.submit(told, there.catch_up)
+        said, took = told(lambda: here.barrier("a meeting"), fluxlike.PeerTimeout)
+    dist.barrier()
+    return said, took, later.result()[1]
+
+
+def test_what_has_begun_ends_when_its_limit_is_over():
+    first = run_fresh(begins_alone, 2, LIMIT)[0]
+    assert first.ok, str(first)
+    said, *took = first.value
+    assert "a meeting: not every rank of [0, 1] came within 2.5 s; " in said, said
+    assert all(2.4 < seconds < 6 for seconds in took), took
+
+
 def goes_on_later(group, how):
     """Ranks that were told of each other's calls, or waited in vain in one, meet again when the limit of a meeting is long over."""
     init()

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,26 @@ _counting = threading.Lock()
 #: Seconds that an exchange lasts at most whose ranks have not come in time.
 BRIEF_S = 0.05
 
+#: Seconds between two looks at what the others do, once they are known to be late.
+LATE_S = 0.02
+
 #: What all ranks raise where one does; of others RuntimeError.
 _RAISED = {kind.__name__: kind for kind in (ValueError, CallMismatch, PeerTimeout)}
 
 #: The race checker, while there is one: ranks that agree on the host are ordered by that.
 observer: Any = None
+
+
+def pauses() -> Iterator[bool]:
+    """Pauses between two looks at what the others do, each twice as long as the last, up to `LATE_S`; True once they are that long.
+
+    They have no end: whoever looks says how long.
+    """
+    pause = 1e-4
+    while True:
+        time.sleep(pause)
+        pause = min(2 * pause, LATE_S)
+        yield pause == LATE_S
 
 
 _kept: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -201,7 +216,7 @@ class ControlGroup:
             _made[which] += 1
             number = _made[which]
         store.set(keys[self.rank], str(number))
-        deadline, pause = time.monotonic() + self.patience(), 1e-4
+        deadline, pause = time.monotonic() + self.patience(), pauses()
         while True:
             said = [int(store.get(key)) for key in keys] if store.check(keys) else [0]
             if max(said) > number:
@@ -218,8 +233,7 @@ class ControlGroup:
                     f"{f'not ranks {missing}' if missing else 'or some left again'}; all ranks of the group must make this call "
                     "and be alive; FLUXLIKE_TIMEOUT_S sets the limit"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            next(pause)
 
     @property
     def spans(self) -> bool:
@@ -299,14 +313,16 @@ class ControlGroup:
             raise
 
     def catch_up(self) -> None:
-        """`_rejoin`, of a rank that will not come to another meeting, if one waits for it there and has not been told why."""
-        pause = 1e-4
+        """`_rejoin`, of a rank that will not come to another meeting, if one waits for it there and has not been told why.
+
+        It waits as long as what has begun lasts, for which `_start` has set a limit.
+        """
+        pause = pauses()
         with self.lock, contextlib.suppress(PeerTimeout):
-            while self._begun is not None and self.board is not None and not self._begun[0].is_completed():  # or has run out
+            while self._begun is not None and self.board is not None and not self._begun[0].is_completed():
                 if self.board.all_told():
                     return
-                time.sleep(pause)
-                pause = min(2 * pause, 0.02)
+                next(pause)
             self._rejoin()
 
     def _rejoin(self) -> None:
@@ -329,7 +345,11 @@ class ControlGroup:
         return said
 
     def _first(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
-        """As `_all_gather`. CallMismatch when a rank makes a call instead of coming; what has begun is left for `_rejoin`."""
+        """As `_all_gather`. CallMismatch when a rank makes a call instead of coming; what has begun is left for `_rejoin`.
+
+        Both of its waits have one limit, `patience` from when this rank came: `_await_others` keeps it, and what has begun then
+        is completed when it is over, come who may, as `_start` has told gloo.
+        """
         if self._begun is None:
             since = time.monotonic()
             try:
@@ -340,11 +360,9 @@ class ControlGroup:
                 self._begun = self._start(what, mine, since)
                 raise
             self._begun = self._start(what, mine, since)
-        work, pause = self._begun[0], 1e-4
+        work, pause = self._begun[0], pauses()
         while self.board is not None and not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            error = self.board.absence() if pause == 0.02 else None  # a rank that is here soon need not be looked for
+            error = self.board.absence() if next(pause) else None  # a rank that is here soon need not be looked for
             if error is not None:
                 raise error
         begun, self._begun = self._begun, None
@@ -356,11 +374,9 @@ class ControlGroup:
         Gloo ends its connections when what has begun takes too long, also if this rank left it long ago, as one that makes
         another call than its peers does, and goes on with other things before it meets them again.
         """
-        pause = 1e-4
+        pause = pauses()
         while self.board is not None and self.board.awaits() and time.monotonic() - since < self.patience():
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            if pause == 0.02 and self.board.gone():
+            if next(pause) and self.board.gone():
                 return
         error = None if self.board is None else self.board.absence()
         if error is not None:
@@ -370,7 +386,7 @@ class ControlGroup:
         return self._end(what, self._start(what, mine, time.monotonic()))
 
     def _start(self, what: str, mine: torch.Tensor, since: float) -> tuple[Any, list[torch.Tensor], float]:
-        """``since``: when this rank came."""
+        """``since``: when this rank came. What begins is completed, if by an error of gloo's, when its `patience` is over."""
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         how = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         how.timeout = timedelta(seconds=max(self.patience() - (time.monotonic() - since), BRIEF_S))
