@@ -85,6 +85,34 @@ def test_init_works_after_inits_that_failed(checked):
         assert outcome.ok, str(outcome)
 
 
+LAUNCHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+NO_NUMBERS = (
+    ("MASTER_PORT", ("x", "65536", "-1", "1.5"), "from 0 to 65535"),
+    ("RANK", ("one", "2", "-1"), "below 2, the WORLD_SIZE"),
+    ("WORLD_SIZE", ("two", "0", "-2"), "above 0"),
+)
+
+
+@pytest.mark.parametrize(("name", "values", "rule"), NO_NUMBERS)
+def test_numbers_of_a_launcher_that_are_none(monkeypatch, name, values, rule):
+    for other, value in LAUNCHER.items():
+        monkeypatch.setenv(other, value)
+    monkeypatch.setattr(world, "rendezvous", None)
+    for value in values:
+        monkeypatch.setenv(name, value)
+        remedies = "scripts/launch.sh or torchrun", "torch.distributed.init_process_group before fluxlike.init"
+        refuses(lambda: world._init_torch("shm"), ValueError, f"{name}={value!r} is not a whole number {rule}; ", *remedies)
+    monkeypatch.setenv(name, "")
+    refuses(lambda: world._init_torch("shm"), RuntimeError, f"and {name} is not set; ", *remedies)
+
+
+def test_numbers_of_a_launcher_with_blanks_are_taken(monkeypatch):
+    """As torch takes them."""
+    for name, value in LAUNCHER.items():
+        monkeypatch.setenv(name, f" {value} ")
+    world._check_launcher()
+
+
 @pytest.mark.parametrize(("local_rank", "takes"), (("1", 1), (None, 0), ("2", None), ("one", None), ("-1", None)))
 def test_local_rank_is_a_gpu(monkeypatch, local_rank, takes):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -446,6 +446,7 @@ def some_of_them(group):
             said = str(error)
         assert fits == (not said), (local, said)
         assert fits or ("LOCAL_WORLD_SIZE=" in said and "start all ranks of a host by one torchrun" in said)
+        assert ("is not a whole number" in said) == (local == "many"), said
 
 
 def test_the_launcher_s_word_is_compared_with_what_is_there():

@@ -36,11 +36,17 @@ def find(control: ControlGroup) -> list[int]:
 
 
 def compare(rank: int, local: str, found: int, everyone: bool) -> None:
-    """ValueError if a rank's launcher says that other ranks are on its host than the ``found`` that can share memory there.
+    """ValueError if a rank's launcher says that other ranks are on its host than the ``found`` that can share memory there, or says
+    no number.
 
     ``local``: its LOCAL_WORLD_SIZE, "" if not set. ``everyone``: all ranks of the launcher are counted; of some there may be less.
     """
-    if local and not (local.isdecimal() and (found == int(local) if everyone else found <= int(local))):
+    if local and not local.isdecimal():
+        raise ValueError(
+            f"fluxlike.init: LOCAL_WORLD_SIZE={local!r} on rank {rank} is not a whole number; start all ranks of a host by one "
+            "torchrun, which sets it, or unset it"
+        )
+    if local and not (found == int(local) if everyone else found <= int(local)):
         raise ValueError(
             f"fluxlike.init: LOCAL_WORLD_SIZE={local!r} on rank {rank}, which shares memory with {counted(found - 1, 'other rank')}"
             f"; {'that makes another number' if everyone else 'those are more'}: start all ranks of a host by one torchrun, in one "

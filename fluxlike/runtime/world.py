@@ -324,6 +324,10 @@ def make_executor(heap: str) -> Any:
 
 #: How the message begins of a process that no launcher has started, nor the program itself joined to others.
 NOT_LAUNCHED = "torch.distributed is not initialised and"
+#: What to do then, and where the launcher's variables cannot be read.
+_LAUNCH = (
+    "start the program with scripts/launch.sh or torchrun, or call torch.distributed.init_process_group before fluxlike.init"
+)
 _world: World | None = None
 #: Numbers for the torch groups that init makes, the same on all ranks.
 _groups_made = 0
@@ -370,13 +374,11 @@ def init(group: dist.ProcessGroup | None = None, heap: str = "auto", heap_bytes:
 
 def _init_torch(heap: str) -> None:
     global _groups_made
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         names = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-        raise RuntimeError(
-            f"{NOT_LAUNCHED} {names}; start the program with scripts/launch.sh or torchrun, or "
-            "call torch.distributed.init_process_group before fluxlike.init"
-        )
+        raise RuntimeError(f"{NOT_LAUNCHED} {names}; {_LAUNCH}")
+    _check_launcher()
     on_gpus = heap != "shm" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(_local_gpu())
@@ -394,6 +396,21 @@ def _init_torch(heap: str) -> None:
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _check_launcher() -> None:
+    """ValueError for what no launcher gives: torch says of it that int() failed, or waits for a rank that there is not."""
+    size = os.environ["WORLD_SIZE"]
+    _check_number("WORLD_SIZE", 1, None, "above 0")
+    _check_number("RANK", 0, int(size), f"below {size}, the WORLD_SIZE")
+    _check_number("MASTER_PORT", 0, 1 << 16, "from 0 to 65535")
+
+
+def _check_number(name: str, least: int, end: int | None, rule: str) -> None:
+    text = os.environ[name]
+    digits = text.strip()  # torch takes them with blanks around
+    if not digits.isdecimal() or int(digits) < least or (end is not None and int(digits) >= end):
+        raise ValueError(f"{name}={text!r} is not a whole number {rule}; {_LAUNCH}")
 
 
 #: Seconds that the processes of a job get to start, at least: imports take some of them much longer than others.
