@@ -59,6 +59,8 @@ def device_fails(group, error, who):
     lines = logged()
     said, took = told(fluxlike.finalize, RuntimeError, KeyboardInterrupt)
     assert len(who) < 2 or any("fluxlike.finalize: the device of ranks [0, 1] fails" in line for line in lines), lines
+    alone = len(who) == 1 and error is RuntimeError
+    assert not alone or any("rank 0 is at 'fluxlike.finalize', as its device fails, and rank 1" in line for line in lines), lines
     assert not fluxlike.is_initialized()
     del before
     _, _, maps = held()
@@ -77,6 +79,35 @@ def test_a_device_that_fails():
             said, took, left = outcome.value
             assert took < 1 and left == (0, 0), outcome.value
             assert (said == f"{error.__name__}: an illegal memory access") == (outcome.rank in who), said
+
+
+def device_fails_elsewhere(group):
+    """The device of one rank fails in its finalize, while the others close a context: they are told why it does not."""
+    start()
+    ctx = make_context("gemm_rs", "in_kernel")
+    fails = dist.get_rank() == 1
+
+    def synchronize():
+        raise RuntimeError("an illegal memory access")
+
+    if fails:
+        world.current().executor.synchronize = synchronize
+    said, took = told(fluxlike.finalize if fails else ctx.close, RuntimeError, ValueError)
+    if not fails:
+        fluxlike.finalize()
+    return said, took
+
+
+def test_a_rank_whose_device_fails_is_named_to_those_that_close_a_context():
+    for outcome in fresh(device_fails_elsewhere, 3, LIMIT):
+        assert outcome.ok, str(outcome)
+        said, took = outcome.value
+        assert took < 1, outcome.value
+        if outcome.rank == 1:
+            assert said == "RuntimeError: an illegal memory access"
+        else:
+            there = "CallMismatch: rank 1 is at 'fluxlike.finalize', as its device fails, and rank 0 at 'closing context 1 ("
+            assert said.startswith(there), said
 
 
 def torch_ends_first(group):

@@ -47,6 +47,9 @@ LATE_S = 0.02
 #: What all ranks raise where one does; of others RuntimeError.
 _RAISED = {kind.__name__: kind for kind in (ValueError, CallMismatch, PeerTimeout)}
 
+#: What a rank brings to `ControlGroup.part` whose device does.
+_FAILS = "the device fails"
+
 #: The race checker, while there is one: ranks that agree on the host are ordered by that.
 observer: Any = None
 
@@ -283,15 +286,20 @@ class ControlGroup:
                     raise
                 said = self._meet(value, what)  # this rank has raised before: it waits for those that raise only now
         if any(theirs != what for theirs, *_ in said):
-            raise self._elsewhere([theirs for theirs, *_ in said])
+            raise self._elsewhere([theirs for theirs, *_ in said], [value == _FAILS for _, value, *_ in said])
         if observer is not None:
             observer.learn([clock for _, _, clock, _ in said])
         return [value for _, value, _, _ in said]
 
-    def _elsewhere(self, whats: list[str]) -> CallMismatch:
-        """The error of ranks that have met and came for different things; the same on all of them."""
-        other = next(index for index, theirs in enumerate(whats) if theirs != whats[0])
-        what = f"rank {self.ranks[0]} is at '{whats[0]}' and rank {self.ranks[other]} at '{whats[other]}'"
+    def _elsewhere(self, whats: list[str], fails: list[bool]) -> CallMismatch:
+        """The error of ranks that have met and came for different things; the same on all of them.
+
+        ``fails``: for each rank, whether it says in `part` that its device does, for which it may have left out other meetings.
+        """
+        one = fails.index(True) if any(fails) else 0
+        other = next(index for index, theirs in enumerate(whats) if theirs != whats[one])
+        why = ", as its device fails," if fails[one] else ""
+        what = f"rank {self.ranks[one]} is at '{whats[one]}'{why} and rank {self.ranks[other]} at '{whats[other]}'"
         error = mismatch(what, self.ranks)
         error.met = True
         heard(error, self.name)
@@ -475,7 +483,8 @@ class ControlGroup:
         differ, told = None, self.board is not None and self.board.frozen
         for _ in range(3):  # once found, told to the ranks that do not know, in step again
             try:
-                fails = [rank for rank, can in zip(self.ranks, self.gather(able, what), strict=True) if not can]
+                said = self.gather(None if able else _FAILS, what)
+                fails = [rank for rank, theirs in zip(self.ranks, said, strict=True) if theirs == _FAILS]
                 if fails:
                     log.warning("rank %d: %s: the device of ranks %s fails", self.ranks[self.rank], what, fails)
                 return not fails, differ
