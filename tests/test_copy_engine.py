@@ -1,4 +1,4 @@
-"""The copy engine of a GPU, its graphs, and other streams, with stand-ins for the driver: no GPU is needed."""
+"""Copy engines: a GPU's, its graphs, and other streams, with stand-ins for the driver, and a CPU's: no GPU is needed."""
 
 import contextlib
 import itertools
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fluxlike.ops.context import Context
-from fluxlike.runtime import copy_engine, cuda
+from fluxlike.runtime import copy_engine, cpu, cuda
 from fluxlike.runtime import driver as driver_module
 
 
@@ -468,3 +468,35 @@ def test_what_is_captured_raises_its_own_error(monkeypatch):
         with pytest.raises(KeyError, match="mine"):
             driver_module.captured(3, jobs)
         assert made.names == [*CAPTURE[:2], *freed]
+
+
+def test_a_cpu_s_copy_engine_is_closed_behind_its_last_copy(monkeypatch):
+    """What it writes to is given back when the ranks have met behind that."""
+    engine, begun, done = cpu.CpuCopyEngine(), threading.Event(), []
+
+    def copy(*how):
+        begun.set()
+        time.sleep(0.2)
+        done.append(how)
+
+    monkeypatch.setattr(engine, "_copy", copy)
+    engine.copy(200, 8, 100, 4, 4, 2)
+    assert begun.wait(5)
+    engine.close()
+    assert done == [(200, 8, 100, 4, 4, 2)]
+
+
+def test_a_cpu_s_copy_ends_with_the_row_in_which_it_is_cancelled(monkeypatch):
+    """As by an interrupt: then the program may free what is copied."""
+    engine, moved = cpu.CpuCopyEngine(), []
+
+    def move(*row):
+        moved.append(row)
+        if len(moved) == 2:
+            engine.cancel()
+
+    monkeypatch.setattr(cpu, "ctypes", SimpleNamespace(memmove=move))
+    engine.copy(200, 8, 100, 4, 4, 5)
+    engine.join(lambda seconds: None)
+    engine.close()
+    assert moved == [(200, 100, 4), (208, 104, 4)]

@@ -276,3 +276,21 @@ def test_a_heap_with_room_for_half_a_context():
     if LARGEST < 3:
         pytest.skip("a group of two is the world here, for which the heap grows")
     run_ranks(half_made, 2)
+
+
+def ahead(group):
+    """A call of rank 0 ends when the other rank, which need not wait in calls without rows, is one further on; both close then."""
+    ctx, w = fluxlike.create_gemm_rs_context(8, 8, 8, torch.float32, group), matrix(8, 8, 1)
+    call = partial(fluxlike.gemm_rs, matrix(0, 8, 1), w, ctx)
+    if dist.get_rank(group) == 0:
+        with failing(ctx.board, "_look"), pytest.raises(OutOfMemory):
+            call()
+    else:
+        call(), call()
+    dist.barrier(group)
+    ctx.close()
+    works(group)
+
+
+def test_who_has_failed_is_not_said_to_differ_from_who_went_on():
+    run_ranks(ahead, 2)

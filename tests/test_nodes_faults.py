@@ -10,6 +10,7 @@ import slow
 import torch
 import torch.distributed as dist
 from emulated_puts import start
+from faults import told
 from ranks import device, run_fresh
 
 import fluxlike
@@ -293,3 +294,28 @@ def ends_in_between(group):
 def test_an_interrupted_finalize():
     for outcome in run_fresh(ends_in_between, 2, {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "9"}, timeout=60):
         assert outcome.ok, str(outcome)
+
+
+def ends_before_its_node(group):
+    """Rank 0 fails before its part of a call inside its node, in which the other rank of that waits for it; nobody waits on."""
+    start()
+    ctx, x, w = fluxlike.create_gemm_rs_context(16, 16, 32, torch.float32), torch.ones(16, 8), torch.ones(16, 8)
+    assert (fluxlike.gemm_rs(x, w, ctx) == 32).all()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        ctx.messages.begin = fails
+    said, took = told(lambda: fluxlike.gemm_rs(x, w, ctx), RuntimeError)
+    dist.barrier()
+    ctx.close()
+    fluxlike.finalize()
+    return said, took
+
+
+def test_a_rank_that_fails_before_its_node_begins():
+    env = {"FLUXLIKE_VIRTUAL_NODES": "2", "FLUXLIKE_TIMEOUT_S": "20"}
+    outcomes = run_fresh(ends_before_its_node, 4, env, heap="shm", timeout=90)
+    told_by = "rank 0 gave up first", "rank 0 on node 0, because that one gave up first", "gave up first"
+    for outcome, word in zip(outcomes, ("of the test", *told_by), strict=True):
+        assert outcome.ok, str(outcome)
+        said, took = outcome.value
+        assert word in said and took < 10, outcome.value

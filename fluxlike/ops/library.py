@@ -202,7 +202,7 @@ def _gemm_rs_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
     validate.no_batch("gemm_rs", dy)
     with leaving_out("ag_gemm", group_of(ctx.group_name)):  # a checkpoint computes anew what it saved, and there may be no memory
         x, weight = _saved(ctx)
-        dy = dy.contiguous()
+        dy = dy.contiguous()  # not left to `_rows`: where that has no memory, nobody is told
         # without a gradient of x the same call, of no columns: on other ranks x may want one
         weights = [weight.T] if wants_x else [dy.new_empty(0, dy.shape[1])]
     # its columns are those that x has on all ranks
