@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 
+import mirrors
 import pytest
 import torch
 import triton
@@ -80,17 +81,17 @@ def test_shares_are_equal_and_whole(steps, programs, late, lag):
     shares = min(programs, steps)
     late = min(late, shares - 1)
     lag = min(lag, tiles.longest_lag(shares, steps, late))
-    starts = [tiles.py_late_start(share, shares, steps, late, lag) for share in range(shares + 1)]
+    starts = [mirrors.late_start(share, shares, steps, late, lag) for share in range(shares + 1)]
     sizes = [end - start for start, end in itertools.pairwise(starts)]
     assert (starts[0], starts[-1]) == (0, steps) and min(sizes) >= 1
     equal = [size + lag * (share < late) for share, size in enumerate(sizes)]
     assert max(equal) - min(equal) <= 1
     for step in range(steps):
-        share = tiles.py_late_of(step, shares, steps, late, lag)
+        share = mirrors.late_of(step, shares, steps, late, lag)
         assert starts[share] <= step < starts[share + 1]
     if not lag:
-        assert starts == [tiles.py_share_start(share, shares, steps) for share in range(shares + 1)]
-        assert all(tiles.py_late_of(step, shares, steps, 0, 0) == tiles.py_share_of(step, shares, steps) for step in range(steps))
+        assert starts == [mirrors.share_start(share, shares, steps) for share in range(shares + 1)]
+        assert all(mirrors.late_of(step, shares, steps, 0, 0) == mirrors.share_of(step, shares, steps) for step in range(steps))
 
 
 @given(k_tiles=st.integers(1, 9), count=st.integers(1, 12), programs=PROGRAMS, late=st.integers(0, 8), lag=st.integers(0, 40))
@@ -103,13 +104,13 @@ def test_every_tile_of_shared_steps_is_finished_by_one_program(k_tiles, count, p
     finished, kept = Counter(), Counter()
     waited: list[int] = []
     for program in range(shares):
-        begin, end = (tiles.py_late_start(share, shares, steps, late, lag) for share in (program, program + 1))
+        begin, end = (mirrors.late_start(share, shares, steps, late, lag) for share in (program, program + 1))
         for tile in range(begin // k_tiles, tiles.cdiv(end, k_tiles)):
             if begin > tile * k_tiles:
                 kept[program] += 1
             else:
                 finished[tile] += 1
-                waited += range(program + 1, tiles.py_late_of((tile + 1) * k_tiles - 1, shares, steps, late, lag) + 1)
+                waited += range(program + 1, mirrors.late_of((tile + 1) * k_tiles - 1, shares, steps, late, lag) + 1)
     assert finished == dict.fromkeys(range(count), 1)
     assert all(times == 1 for times in kept.values()), "a program has one place for a part"
     assert sorted(waited) == sorted(kept), "a part is not added, or twice"
@@ -126,9 +127,9 @@ def test_every_tile_is_dealt_once_and_own_ones_first(how, remote):
     dealt = []
     for program in range(programs):
         deal = (program, programs, late, head_start)
-        turns = [tiles.py_turns_before(tile, *deal) for tile in (0, own, own + remote)]
+        turns = [mirrors.turns_before(tile, *deal) for tile in (0, own, own + remote)]
         assert turns == sorted(turns) and turns[0] == (head_start if program < late else 0)
-        mine = [tiles.py_dealt(turn, *deal) for turn in range(turns[0], turns[2])]
+        mine = [mirrors.dealt(turn, *deal) for turn in range(turns[0], turns[2])]
         assert mine == sorted(mine)
         assert all(tile < own for tile in mine[: turns[1] - turns[0]]) and all(tile >= own for tile in mine[turns[1] - turns[0] :])
         dealt += mine
@@ -152,7 +153,7 @@ def test_mirrors_of_the_deal(how, data):
     turn = data.draw(st.integers(head_start if program < late else 0, 12))
     out = torch.full((2,), -1, dtype=torch.int32)
     interpreter.run(say_deal, 1, out, how["own"], turn, *deal)
-    assert out.tolist() == [tiles.py_turns_before(how["own"], *deal), tiles.py_dealt(turn, *deal)]
+    assert out.tolist() == [mirrors.turns_before(how["own"], *deal), mirrors.dealt(turn, *deal)]
 
 
 @triton.jit
@@ -171,7 +172,7 @@ def test_mirrors_of_the_shares(data, shares, steps, late):
     out = torch.full((3,), -1, dtype=torch.int32)
     interpreter.run(say_shares, 1, out, share, step, shares, steps, late, lag)
     how = (shares, steps, late, lag)
-    assert out.tolist() == [tiles.py_late_start(share, *how), tiles.py_late_of(step, *how), tiles.py_share_of(step, shares, steps)]
+    assert out.tolist() == [mirrors.late_start(share, *how), mirrors.late_of(step, *how), mirrors.share_of(step, shares, steps)]
 
 
 @triton.jit
@@ -184,7 +185,7 @@ def test_dealt_between_counts_the_tiles_of_a_program(first, height, programs, da
     program, out = data.draw(st.integers(0, programs - 1)), torch.full((1,), -1, dtype=torch.int32)
     interpreter.run(say_dealt_between, 1, out, first, first + height, program, programs)
     taken = [tile for tile in range(first, first + height) if tile % programs == program]
-    assert out.item() == tiles.py_dealt_between(first, first + height, program, programs) == len(taken)
+    assert out.item() == mirrors.dealt_between(first, first + height, program, programs) == len(taken)
 
 
 @triton.jit
@@ -318,7 +319,7 @@ class ReduceScatter(Model):
                     yield from self.give(*previous)
                 previous = ("tile", owner, rank, call, row, column)
             elif tile + self.programs >= remote or (tile + self.programs) // per_unit != unit:
-                count = tiles.py_dealt_between(unit * per_unit, (unit + 1) * per_unit, program, self.programs)
+                count = mirrors.dealt_between(unit * per_unit, (unit + 1) * per_unit, program, self.programs)
                 yield from self.give("ready", rank, call, unit, count=count)
         if previous:
             yield from self.give(*previous)
@@ -359,9 +360,9 @@ class AllGather(Model):
                     yield from self.give("row", (rank - step) % self.ranks, rank, call, row)
         own = self.per_chunk if rows else 0
         how = (program, self.programs, late, head_start)
-        end = tiles.py_turns_before(own + self.per_chunk * (self.ranks - 1), *how)
-        for turn in range(tiles.py_turns_before(own, *how), end):
-            tile = tiles.py_dealt(turn, *how) - own
+        end = mirrors.turns_before(own + self.per_chunk * (self.ranks - 1), *how)
+        for turn in range(mirrors.turns_before(own, *how), end):
+            tile = mirrors.dealt(turn, *how) - own
             source, row, _, unit = tiles.py_remote_tile(
                 tile, rank, self.unit_rows, self.tiles_n, self.ranks, self.subs, self.group, True
             )

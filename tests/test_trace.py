@@ -12,6 +12,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import mirrors
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from ranks import TORCHRUN, device, run_fresh, run_ranks
 
 import fluxlike
 from fluxlike.kernels import trace as kernel
-from fluxlike.kernels.tiles import cdiv, py_dealt, py_lane_share
+from fluxlike.kernels.tiles import cdiv
 from fluxlike.ops import choice
 from fluxlike.ops import trace as tracing
 from fluxlike.runtime import world
@@ -94,11 +95,11 @@ def dealt(facts: dict[str, Any]) -> dict[int, int]:
     found = {}
     for turn, program in itertools.product(range(total + head_start), range(programs)):
         if turn >= head_start or program >= late:
-            found[py_dealt(turn, program, programs, late, head_start)] = program
+            found[mirrors.dealt(turn, program, programs, late, head_start)] = program
     found = {tile: program for tile, program in found.items() if tile < whole}
     k_tiles = cdiv(facts["K"], facts["BK"])
     for program in range(programs if facts["cut"] else 0):
-        lane, _, _, begin, end = py_lane_share(program, programs, facts["cut"], lanes, k_tiles, facts["late"], facts["lag"])
+        lane, _, _, begin, end = mirrors.lane_share(program, programs, facts["cut"], lanes, k_tiles, facts["late"], facts["lag"])
         found |= {whole + place * lanes + lane: program for place in range(cdiv(begin, k_tiles), cdiv(end, k_tiles))}
     return found
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 
+import mirrors
 import pytest
 import slow
 import torch
@@ -40,7 +41,7 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
     finished: Counter = Counter()
     most_steps, parts, waited = 0, Counter(), Counter()
     for program in range(programs):
-        lane, shares, steps, begin, end = tiles.py_lane_share(
+        lane, shares, steps, begin, end = mirrors.lane_share(
             program, programs, shared.cut, shared.lanes, k_tiles, shared.late, shared.lag
         )
         most_steps = max(most_steps, end - begin + (lag if program < late else 0))
@@ -50,7 +51,7 @@ def test_a_shared_wave_can_be_run(behind, more, programs, height, k_tiles, late,
                 parts[program] += 1
             else:
                 finished[lane, place] += 1
-                last = tiles.py_late_of((place + 1) * k_tiles - 1, shares, steps, shared.late, shared.lag) * shared.lanes + lane
+                last = mirrors.late_of((place + 1) * k_tiles - 1, shares, steps, shared.late, shared.lag) * shared.lanes + lane
                 waited.update(range(program + shared.lanes, last + 1, shared.lanes))
     assert found == {(lane, place): k_tiles for lane in range(shared.lanes) for place in range(shared.cut // shared.lanes)}
     assert finished == dict.fromkeys(found, 1) and all(count == 1 for count in parts.values())
@@ -81,7 +82,7 @@ def test_the_mirror_of_a_lane_share(data, programs, height, columns, k_tiles, la
     how = (program, programs, columns * height, height, k_tiles, late, lag)
     out = torch.full((5,), -1, dtype=torch.int32)
     interpreter.run(say_lane_share, 1, out, *how)
-    assert tuple(out.tolist()) == tiles.py_lane_share(*how)
+    assert tuple(out.tolist()) == mirrors.lane_share(*how)
 
 
 def deal(m: int, n: int, k: int, ranks: int, pushers: int, rows: int | None = None, capability=H200, programs: int = 132):
@@ -160,7 +161,7 @@ def test_every_tile_of_ag_gemm_is_whole_or_shared(tiles_m, tiles_n, k, ranks, pu
     taken: list[int] = []
     for program in range(made.programs):
         how = (program, made.programs, made.pushers, made.head_start)
-        taken += [tiles.py_dealt(turn, *how) for turn in range(tiles.py_turns_before(0, *how), tiles.py_turns_before(whole, *how))]
+        taken += [mirrors.dealt(turn, *how) for turn in range(mirrors.turns_before(0, *how), mirrors.turns_before(whole, *how))]
     assert sorted(taken) == list(range(whole))
 
 

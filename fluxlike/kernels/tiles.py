@@ -1,4 +1,4 @@
-"""The tile orders: which program computes which tile of C, when. Device functions and their Python mirrors.
+"""The tile orders: which program computes which tile of C, when. Device functions, and Python mirrors of those that tools ask.
 
 The rows of the whole problem are split over ranks as ``torch.chunk`` splits them: ``chunk_rows = cdiv(M, R)`` rows a rank,
 the last ranks may hold fewer or none (`rows_of`). A *unit* is what is sent and signalled on its own: one of the ``S``
@@ -175,60 +175,6 @@ def py_own_tile(tile: int, unit_tiles_m: int, tiles_n: int, subs: int, group_m: 
     """Mirror of `own_tile`."""
     row, column = py_grouped(tile, unit_tiles_m * subs, tiles_n, group_m)
     return row, column, row // unit_tiles_m
-
-
-def py_dealt_between(first: int, end: int, program: int, programs: int) -> int:
-    """Mirror of `dealt_between`."""
-    behind = programs - 1 - program
-    return (end + behind) // programs - (first + behind) // programs
-
-
-def py_dealt(turn: int, program: int, programs: int, late: int, head_start: int) -> int:
-    """Mirror of `dealt`."""
-    early = programs - late
-    place = program + early if program < late else program - late
-    if turn < head_start:
-        return turn * early + place
-    return head_start * early + (turn - head_start) * programs + place
-
-
-def py_turns_before(tile: int, program: int, programs: int, late: int, head_start: int) -> int:
-    """Mirror of `turns_before`."""
-    early = programs - late
-    place = program + early if program < late else program - late
-    head = head_start if program < late else min(cdiv(max(tile - place, 0), max(early, 1)), head_start)
-    return head + cdiv(max(tile - head_start * early - place, 0), programs)
-
-
-def py_share_start(share: int, shares: int, steps: int) -> int:
-    """Mirror of `share_start`."""
-    return share * steps // shares
-
-
-def py_share_of(step: int, shares: int, steps: int) -> int:
-    """Mirror of `share_of`."""
-    return ((step + 1) * shares - 1) // steps
-
-
-def py_late_start(share: int, shares: int, steps: int, late: int, lag: int) -> int:
-    """Mirror of `late_start`."""
-    return py_share_start(share, shares, steps + late * lag) - lag * min(share, late)
-
-
-def py_late_of(step: int, shares: int, steps: int, late: int, lag: int) -> int:
-    """Mirror of `late_of`."""
-    behind = py_share_of(step + lag * late, shares, steps + late * lag)
-    return behind if behind >= late else py_share_of(step, shares, max(steps - lag * (shares - late), 1))
-
-
-def py_lane_share(
-    program: int, programs: int, cut: int, lanes: int, k_tiles: int, late: int = 0, lag: int = 0
-) -> tuple[int, int, int, int, int]:
-    """Mirror of `lane_share`."""
-    share, steps = program // lanes, cut // lanes * k_tiles
-    shares = max(min(programs // lanes, steps), 1)
-    begin, end = (min(py_late_start(s, shares, steps, late, lag), steps) for s in (share, share + 1))
-    return program % lanes, shares, steps, begin, end
 
 
 def longest_lag(shares: int, steps: int, late: int) -> int:
