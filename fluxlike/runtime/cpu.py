@@ -4,7 +4,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from . import env, interpreter, shm
 from .control import ControlGroup
 from .errors import untraced
 from .heap import Segment
-from .launches import Lanes, Launch
+from .launches import Launch, Streamless
 
 
 class CpuCopyEngine:
@@ -122,7 +122,7 @@ class CpuCopyEngine:
 observer: Callable[[Any, tuple, dict, int, int], None] | None = None
 
 
-class CpuExecutor:
+class CpuExecutor(Streamless):
     """One process of a machine without GPUs."""
 
     name = "shm"
@@ -157,9 +157,6 @@ class CpuExecutor:
     ) -> Launch:  # fmt: skip
         return Launch(self, kernel, programs, args, constants, warps, stages, varying)
 
-    def lanes(self, users: Hashable) -> Lanes:
-        return Lanes()
-
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """out = a · wᵀ (+ bias), added in fp32 and rounded once to the dtype of ``out``."""
         product = torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -169,12 +166,6 @@ class CpuExecutor:
     def write(self, address: int, value: int) -> None:
         """Set the 32-bit word at ``address``, behind all that was launched before."""
         shm.words(address, 1, np.int32)[0] = value
-
-    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return make()
-
-    def report(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int64, device=self.device)
 
     def fill(self, table: torch.Tensor, words: list[int]) -> torch.Tensor:
         """Copy int64 words to the front of ``table``. Returns the memory that they come from."""
@@ -202,18 +193,6 @@ class CpuExecutor:
     def nanoseconds(self, since: list[int], until: list[int]) -> int:
         """From one stamp to another, of this executor or of its copy engines."""
         return until[0] - since[0]
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def capture(self) -> int:
-        return 0
-
-    def is_beside_capture(self, *sides: Any) -> bool:
-        return False
-
-    def on_same_stream(self, last: Any) -> Any:
-        return None
 
     def overlapped(
         self,

@@ -5,7 +5,7 @@ capability. Here that can be asked for any GPU and any number of ranks, in one p
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from . import world
 from .heap import SymmetricHeap
-from .launches import Lanes, Launch
+from .launches import Launch, Streamless
 
 DEVICE = torch.device("meta")
 
@@ -153,7 +153,7 @@ class DryPuts:
         """Nothing is under way."""
 
 
-class DryExecutor:
+class DryExecutor(Streamless):
     """A GPU of the given compute capability that runs nothing."""
 
     name = "dry"
@@ -187,12 +187,6 @@ class DryExecutor:
     def ready(self, *launch: Any) -> None:
         """Nothing is loaded."""
 
-    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return make()
-
-    def report(self, words: int) -> torch.Tensor:
-        return torch.zeros(words, dtype=torch.int64, device="cpu")
-
     def fill(self, table: torch.Tensor, words: list[int]) -> torch.Tensor:
         return table
 
@@ -201,21 +195,6 @@ class DryExecutor:
 
     def synchronize(self) -> None:
         """Nothing runs."""
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def capture(self) -> int:
-        return 0
-
-    def is_beside_capture(self, *sides: Any) -> bool:
-        return False
-
-    def on_same_stream(self, last: Any) -> Any:
-        return None
-
-    def lanes(self, users: Hashable) -> Lanes:
-        return Lanes()
 
     def multiply(self, a: torch.Tensor, w: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         """No launch of a kernel of ours."""

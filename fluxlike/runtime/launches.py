@@ -1,7 +1,7 @@
 """A launch that is made again and again, with other tensors of the same shapes, strides and alignment."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,31 @@ class Lanes:
 
     def wait(self) -> None:
         """What follows on the current stream is behind what the other one holds now, without the end of `forked`."""
+
+
+class Streamless:
+    """What an executor has where there are no streams, no graphs that capture them, and no memory but the host's and torch's."""
+
+    def lanes(self, users: Hashable) -> Lanes:
+        return Lanes()
+
+    def lasting(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make()
+
+    def report(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int64, device="cpu")
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def capture(self) -> int:
+        return 0
+
+    def is_beside_capture(self, *sides: Any) -> bool:
+        return False
+
+    def on_same_stream(self, last: Any) -> Any:
+        return None
 
 
 class Launch:
