@@ -37,7 +37,7 @@ class AGGemmContext(Context):
         k: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup | ControlGroup | None,
-        schedule: str,
+        schedule: str = "auto",
         n: int | None = None,
         n_here: int = 0,
     ) -> None:

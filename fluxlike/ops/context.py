@@ -268,10 +268,10 @@ def kept(
     group: dist.ProcessGroup | None,
     **hints: int,
 ) -> Any:
-    """`keeping.kept` of an operation with a product: one context for each (kind, group, dtype)."""
+    """`keeping.kept` of an operation with a product: one context for each (kind, group, dtype), with schedule "auto"."""
 
     def make(wanted: dict[str, int]) -> Any:
-        return kind(**wanted, **hints, dtype=dtype, group=group, schedule="auto")
+        return kind(**wanted, **hints, dtype=dtype, group=group)
 
     def agree() -> None:
         keeping.alike(op, control, sizes, dtype)

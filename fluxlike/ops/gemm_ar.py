@@ -15,11 +15,10 @@ import torch.distributed as dist
 from ..kernels.tiles import cdiv
 from ..runtime import racecheck
 from . import again, all_reduce, fused, tiling, validate
-from .context import check_arguments
+from .context import check_arguments, kept
 from .dispatcher import by_op
 from .exchange import ExchangeContext, Kind
 from .group import Prepared, Told, resolve, told
-from .keeping import alike, kept
 from .refusals import Refusing, check_context
 
 KIND = Kind("gemm_ar", scatter=True, gather=True)
@@ -141,12 +140,7 @@ def call(
         validate.operands("gemm_ar", x, weight, bias)
         m, n = x.shape[0], weight.shape[0]
         if ctx is None:
-            key, sizes = (GemmARContext, control.name, x.dtype), {"max_m": m, "n": n}
-
-            def make(wanted: dict[str, int]) -> GemmARContext:
-                return GemmARContext(wanted["max_m"], wanted["n"], x.dtype, group)
-
-            ctx = kept(key, control, sizes, make, tiling.MAX_SIZE, lambda: alike("gemm_ar", control, sizes, x.dtype))
+            ctx = kept("gemm_ar", GemmARContext, control, x.dtype, {"max_m": m, "n": n}, group)
         validate.call("gemm_ar", ctx, group, x, {"M": (m, ctx.max_m, "max_m"), "N": (n, ctx.n, "n")})
         y = validate.output("gemm_ar", out, (m, n), x, weight, bias)
         if m == 0 or n == 0:

@@ -35,7 +35,7 @@ class GemmRSContext(Context):
         n: int,
         dtype: torch.dtype,
         group: dist.ProcessGroup | ControlGroup | None,
-        schedule: str,
+        schedule: str = "auto",
         k: int | None = None,
         k_here: int = 0,
     ) -> None:
