@@ -94,9 +94,9 @@ def install() -> None:
     puts.set_hook(lambda *what: _put(*what) if what else None)
     inside, since = spinning.on_spin, {}
 
-    def spin(addresses, want, seen, what, peer, ctl, turn):
+    def spin(want, seen, what, peer, ctl, turn):
         if ctl in spinning.by_ctl:  # of a context inside the node
-            inside(addresses, want, seen, what, peer, ctl, turn)
+            inside(want, seen, what, peer, ctl, turn)
             return
         me = threading.get_ident()
         since[me] = since.get(me, time.monotonic()) if turn else time.monotonic()

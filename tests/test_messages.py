@@ -60,20 +60,23 @@ class Memory:
 
     def run(self, kernel, *args, arrives=None, programs=1, **constants: int) -> tuple | None:
         """What the kernel waits for; None if it ends. ``arrives``: lets come what it waits for."""
+        self.awaited: list[tuple[int, int]] = []
 
-        def spin(addresses, want, seen, what, peer, ctl, spins):
+        def spin(want, seen, what, peer, ctl, spins):
             assert ctl == self.ctl.data_ptr()
             if arrives is not None and spins == 0:
                 return arrives()
-            raise Waits((addresses[0] - self.head.data_ptr()) // 8, peer, what, want, seen)
+            raise Waits((self.awaited[-1][0] - self.head.data_ptr()) // 8, peer, what, want, seen)
 
-        before, lang._spin_hook = lang._spin_hook, spin
+        before = lang._spin_hook, lang._awaits_hook
+        lang.set_spin_hook(spin)
+        lang.set_awaits_hook(lambda *what: self.awaited.append(what))
         try:
             world.current().executor.launch(kernel, programs, args, constants, 1, 1)
         except Waits as waits:
             return waits.args
         finally:
-            lang._spin_hook = before
+            lang._spin_hook, lang._awaits_hook = before
         return None
 
 
@@ -351,19 +354,13 @@ def _all_of(this, kind, how, numbers, out, wanted):
         args, constants = comers(this, kind, last, out=out, **how)
         if late is not None:
             this.head[this.came(late)] -= 1
-        awaited: list = []
-        before = lang._awaits_hook
-        lang.set_awaits_hook(lambda *what, awaited=awaited: awaited.append(what))
-        try:
-            waited = this.run(*args, programs=programs, **constants)
-        finally:
-            lang.set_awaits_hook(before)
+        waited = this.run(*args, programs=programs, **constants)
         if late is not None:
             assert waited[1] == late and (out == NOT_THERE).all() and torch.equal(this.ctl, ctl)
             continue
         assert waited is None
         want = CAME + kernels.SIGNALS.value
-        assert awaited == [(this.head.data_ptr() + 8 * this.came(peer), want) for peer in this.others] * programs
+        assert this.awaited == [(this.head.data_ptr() + 8 * this.came(peer), want) for peer in this.others] * programs
         assert torch.equal(out, wanted), (out, wanted)
         uses = int(ctl[sync.LAST_USE.value + this.slot])
         assert this.ctl[sync.LAST_USE.value + this.slot] == uses + last and this.ctl[sync.ARRIVED.value] == 0

@@ -220,7 +220,7 @@ def spin_relaxed(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.conste
     seen = tl.atomic_add(signal, 0, sem="relaxed", scope="sys").to(tl.int64)
     turns = 0
     while seen < want:
-        sync.spin(signal, want, seen, what, peer, ctl, turns)
+        sync.spin(want, seen, what, peer, ctl, turns)
         turns += 1
         seen = tl.atomic_add(signal, 0, sem="relaxed", scope="sys").to(tl.int64)
 
@@ -230,7 +230,7 @@ def spin_gpu(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr)
     seen = tl.atomic_add(signal, 0, sem="acquire", scope="gpu").to(tl.int64)
     turns = 0
     while seen < want:
-        sync.spin(signal, want, seen, what, peer, ctl, turns)
+        sync.spin(want, seen, what, peer, ctl, turns)
         turns += 1
         seen = tl.atomic_add(signal, 0, sem="acquire", scope="gpu").to(tl.int64)
 

@@ -18,7 +18,7 @@ def test_a_signal_that_came_before_its_rank_gave_up(monkeypatch):
     monkeypatch.setitem(spinning.by_ctl, 7, context)
 
     def turn(number):
-        spinning.on_spin([0], 1, 0, 4, 1, 7, number)
+        spinning.on_spin(1, 0, 4, 1, 7, number)
 
     for _ in range(2):  # each wait anew
         turn(0)
@@ -47,7 +47,7 @@ def test_a_wait_looks_less_often_the_longer_it_lasts(monkeypatch):
     turn = 0
     with pytest.raises(PeerTimeout, match="ran out"):
         while turn < 2000:
-            spinning.on_spin([0], 1, 0, 4, 1, 7, turn)
+            spinning.on_spin(1, 0, 4, 1, 7, turn)
             turn += 1
     assert 300 < turn < 1000 and 10 < sum(slept) < 10.03
     assert slept[0] == 50e-6 and all(nap <= max(50e-6, sum(slept[:i]) / 4) for i, nap in enumerate(slept))

@@ -13,7 +13,7 @@ _spin_hook = None
 
 
 def set_spin_hook(hook) -> None:
-    """Install ``hook(addresses, want, seen, what, peer, ctl, spins)``, which yields, sleeps or raises."""
+    """Install ``hook(want, seen, what, peer, ctl, spins)``, which yields, sleeps or raises."""
     global _spin_hook
     _spin_hook = hook
 
@@ -30,11 +30,10 @@ def _number(value) -> int:
     return int(getattr(value, "value", value))
 
 
-def spin(signal, want, seen, what, peer, ctl, spins, _semantic=None):
+def spin(want, seen, what, peer, ctl, spins, _semantic=None):
     """One turn of a failed wait under the interpreter. Never reached when compiled."""
     if _spin_hook is not None:
-        addresses = [int(a) for a in signal.handle.data.reshape(-1)]
-        _spin_hook(addresses, *(_number(value) for value in (want, seen, what, peer, ctl, spins)))
+        _spin_hook(*(_number(value) for value in (want, seen, what, peer, ctl, spins)))
 
 
 #: Told of loads that take more than they use; ops installs it (`set_used_rows_hook`), for the race checker.

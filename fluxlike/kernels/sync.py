@@ -129,7 +129,7 @@ def wait(signal, want, ctl, rank, what: tl.constexpr, peer, R: tl.constexpr):
     if is_interp():
         turns = 0
         while seen < want:
-            spin(signal, want, seen, what, peer, ctl, turns)
+            spin(want, seen, what, peer, ctl, turns)
             turns += 1
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys").to(tl.int64)
     else:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .elements import row_from
 from .lang import any_thread, globaltimer, is_interp, spin
-from .sync import ABORT, EPOCH, FAILED, TIMEOUT, _give_up, head_of
+from .sync import ABORT, FAILED, TIMEOUT, _give_up, head_of
 
 EMPTY = tl.constexpr(-1)
 #: NaN, in one element or in both.
@@ -97,7 +97,7 @@ def take_words(pointers, mask, own, source, ctl, rank, what: tl.constexpr, R: tl
     if is_interp():
         turns = 0
         while lacking > 0:
-            spin(ctl + EPOCH, 1, 0, what, lacking - 1, ctl, turns)
+            spin(1, 0, what, lacking - 1, ctl, turns)
             turns += 1
             words = look(pointers, mask, own)
             lacking = missing(words, mask, source)

@@ -18,7 +18,7 @@ _waits: dict[int, float] = {}
 _told: set[int] = set()
 
 
-def on_spin(addresses: list[int], want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
+def on_spin(want: int, seen: int, what: int, peer: int, ctl: int, turn: int) -> None:
     """One turn of a failed wait on the CPU heap: let others run, and end the wait when it cannot be met."""
     context = by_ctl[ctl]
     me = threading.get_ident()
