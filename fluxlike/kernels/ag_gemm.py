@@ -132,7 +132,7 @@ def end_call(
 @triton.jit
 def wait_rows(
     full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit, chunk_rows, max_flags,
-    R: tl.constexpr, S: tl.constexpr, BM: tl.constexpr, COPY_ENGINE: tl.constexpr,
+    R: tl.constexpr, BM: tl.constexpr, COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """(A): wait for the rows of row of tiles ``tile_m`` of ``source``'s shard; not for this rank's own."""
     valid = tl.where(source == rank, 0, M - source * chunk_rows - tile_m * BM)
@@ -183,7 +183,7 @@ def share_tiles(
         else:
             source, tile_m, tile_n, unit = remote_tile(number - own_tiles, rank, unit_tiles_m, tiles_n, R, S, GROUP_M, True)
         wait_rows(
-            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags, R, S, BM, COPY_ENGINE
+            full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags, R, BM, COPY_ENGINE
         )  # fmt: skip
         record(ctl, trace_row, WAITS + 1, R, TRACE)
         tma_acquire(TMA)
@@ -299,7 +299,7 @@ def ag_gemm_kernel(
         record_begin(ctl, own_tiles + tile, program, R, TRACE)
         wait_rows(
             full, flags, ctl, M, epoch, slot, rank, source, tile_m, unit % S, chunk_rows, max_flags,
-            R, S, BM, COPY_ENGINE,
+            R, BM, COPY_ENGINE,
         )  # fmt: skip
         record(ctl, own_tiles + tile, WAITS + 1, R, TRACE)
         tma_acquire(TMA)
@@ -366,7 +366,7 @@ def ag_collect_kernel(
         else:
             wait_rows(
                 full, flags, ctl, M, epoch, slot, rank, source, tile_m, tile_m // unit_tiles_m, chunk_rows, max_flags,
-                R, S, BM, COPY_ENGINE,
+                R, BM, COPY_ENGINE,
             )  # fmt: skip
         rows = tl.minimum(chunk_rows, M - source * chunk_rows)
         here = out + source.to(tl.int64) * chunk_rows * K
