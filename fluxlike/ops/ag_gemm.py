@@ -63,6 +63,15 @@ class AGGemmContext(Context):
         super().take()
         self.pushed = self.lasting(self.max_flags, dtype=torch.int32, make=torch.zeros)
 
+    def operands(self, tile: tiling.Tiling, x: torch.Tensor, weight: torch.Tensor, full: int, ld: int) -> tuple[Any, ...]:
+        """What kernels read: the shard and the gathered input, each by blocks and by elements, and the weight."""
+        gathered: Any = self.data
+        if tile.tma:
+            shape, strides = [2, self.size * full, x.shape[1]], [self.set_elements, ld, 1]
+            gathered = TensorDescriptor(self.data, shape, strides, [1, tile.bm, tile.bk])
+        by_blocks, weight = tiling.operands(tile, x, weight)
+        return by_blocks, x, gathered, self.data, weight
+
 
 def create_ag_gemm_context(
     max_m: int,
@@ -437,20 +446,15 @@ def _gemms(
 ) -> list[Prepared]:  # fmt: skip
     """The launches of the product with weight ``number``, for each slot set; ``tile``: the chosen one as this rank can read it."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
-    operands: list[Any] = [x, x, ctx.data, ctx.data, w]
-    if tile.tma:
-        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
-        operands = [
-            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
-        ]  # fmt: skip
     # a TMA store writes whole tiles: only where no tile reaches into the rows of the next rank
     tma_out = tile.tma and full % tile.bm == 0 and m == ranks * full and tiling.is_tma_aligned(z)
     stored, kn = tiling.stored(w)
     pushers = chosen.pushers if number == 0 and ranks > 1 and chosen.transport == "in_kernel" else 0
     deal, _ = waves.gather(waves.of_context(ctx), tile, pushers, rows, full, n, k)
     args = (
-        *operands, z if bias is None else bias, tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z,
-        z, ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
+        *ctx.operands(tile, x, w, full, ld), z if bias is None else bias,
+        tiling.descriptor(z, [tile.bm, tile.bn]) if tma_out else z, z,
+        ctx.ready, ctx.pushed, ctx.work, ctx.parts, ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, number, int(last), *deal[1:4], *deal.shared, ctx.rank,
     )  # fmt: skip

@@ -1,10 +1,9 @@
 """Launches of ag_gemm with schedule "stream_k": the product is cut into equal shares of k-steps. See its kernel."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernels import stream_k
 from ..kernels.ag_gemm_stream_k import ag_gemm_stream_k_kernel
@@ -44,12 +43,6 @@ def _launch(
 ) -> Prepared:  # fmt: skip
     """The launch of a product with weight ``number``, cut into equal shares of k-steps."""
     (m, n), k, ranks = z.shape, x.shape[1], ctx.size
-    operands: list[Any] = [x, x, ctx.data, ctx.data, w]
-    if tile.tma:
-        gathered = TensorDescriptor(ctx.data, [2, ranks * full, k], [ctx.set_elements, ld, 1], [1, tile.bm, tile.bk])
-        operands = [
-            tiling.descriptor(x, [tile.bm, tile.bk]), x, gathered, ctx.data, tiling.descriptor(w, [tile.bn, tile.bk])
-        ]  # fmt: skip
     tma_out = tile.tma and tiling.is_tma_aligned(z)
     piece = [tile.bm, min(tile.bn, stream_k.PIECE.value)]
     stored, kn = tiling.stored(w)
@@ -58,7 +51,7 @@ def _launch(
     if number == 0 and ranks > 1 and rows > 0:
         pushers, pieces, lag = _push_beside(tile, programs, ctx.rank * full, rows, m, n, k, ranks, x.element_size())
     args = (
-        *operands, z if bias is None else bias, tiling.descriptor(z, piece) if tma_out else z,
+        *ctx.operands(tile, x, w, full, ld), z if bias is None else bias, tiling.descriptor(z, piece) if tma_out else z,
         ctx.pushed, ctx.work, ctx.parts, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, number, int(last), pushers, pieces, lag, ctx.rank,

@@ -281,13 +281,10 @@ def _plan(
     unit_tiles_m = cdiv(cdiv(full, tile.bm), subs)
     pitch = unit_tiles_m * subs * tile.bm
     half = [tile.bm, tile.bn // 2]
-    operands: list[Any] = [x, weight]
     local: Any = ctx.local
     result: Any = y
-    if tile.tma:
-        operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
-        if transport == "copy_engine":
-            local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
+    if tile.tma and transport == "copy_engine":
+        local = TensorDescriptor(ctx.local, [ranks * pitch, ld], [ld, 1], [tile.bm, tile.bn])
     tma_out = tile.tma and tiling.is_tma_aligned(y)
     if tma_out:
         result = tiling.descriptor(y, half)
@@ -297,7 +294,7 @@ def _plan(
     remote, own = unit_tiles * subs * (ranks - 1), unit_tiles * subs if rows else 0
     shared, _ = waves.scatter(waves.of_context(ctx), tile, transport, remote, own, unit_tiles_m * subs, k)
     args = (
-        *operands, y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
+        *tiling.operands(tile, x, weight), y if bias is None else bias, result, y, local, ctx.data, ctx.ready, ctx.work, ctx.parts,
         ctx.full, ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), ld, ctx.set_elements, ctx.max_flags,
         full, rows, pitch, shared.cut, shared.lanes, rank,
@@ -329,12 +326,10 @@ def _plan_stream_k(
     tile = tiling.choose_stream_k(capability, x.dtype, m, n)
     tile, padded = tiling.readable(tile, capability, m, x, weight)
     x, weight = tiling.padded((x, weight), padded)
-    operands: list[Any] = [x, weight]
-    if tile.tma:
-        operands = [tiling.descriptor(x, [tile.bm, tile.bk]), tiling.descriptor(weight, [tile.bn, tile.bk])]
     stored, kn = tiling.stored(weight)
     args = (
-        *operands, y if bias is None else bias, y, ctx.own, ctx.work, ctx.parts, ctx.data, ctx.flags, ctx.ctl,
+        *tiling.operands(tile, x, weight), y if bias is None else bias, y, ctx.own, ctx.work, ctx.parts, ctx.data,
+        ctx.flags, ctx.ctl,
         m, n, k, tiling.pitch(x), tiling.pitch(stored), tiling.round_up(n, 16), ctx.set_elements, ctx.max_flags,
         full, y.shape[0], full, ctx.rank,
     )  # fmt: skip

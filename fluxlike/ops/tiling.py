@@ -191,6 +191,13 @@ def descriptor(t: torch.Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(rows, list(rows.shape), [pitch(rows), 1], block[::-1] if transposed else block)
 
 
+def operands(tile: Tiling, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, Any]:
+    """What a kernel gets for x and the weight, by which it reads blocks of them: descriptors or, without TMA, the tensors."""
+    if not tile.tma:
+        return x, weight
+    return descriptor(x, [tile.bm, tile.bk]), descriptor(weight, [tile.bn, tile.bk])
+
+
 def pitched(t: torch.Tensor) -> torch.Tensor:
     """A copy of a matrix whose stored rows start at multiples of 16 elements."""
     rows, transposed = stored(t)
