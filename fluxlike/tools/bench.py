@@ -59,7 +59,7 @@ from ..runtime.errors import PeerTimeout
 from . import bench_records, bench_report, command
 from .bench_arguments import GRAPH_CALLS, ROUNDS, kind_of, parse
 from .bench_peers import Failed, Lost, Peers
-from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, Problem
+from .bench_problems import SAMPLE_COLUMNS, SAMPLE_ROWS, TOLERANCE, Call, Problem, judged
 from .bench_report import Report, Result, Row, Voice
 
 HOST_CALLS = 30
@@ -137,14 +137,8 @@ class Bench:
 
     def shape(self, shape: Any) -> dict[str, Result]:
         """The results of every mode, or Failed if the operands cannot be made."""
-        problem: Problem = self.peers.attempt(lambda: self.kind(shape, self.dtype, self.device, self.peers))
+        problem = judged(self.kind, shape, self.dtype, self.device, self.peers)
         methods = [Method(name, Row(name), spoil=problem.spoil, unbounded=name in problem.UNBOUNDED) for name in self.asked.methods]
-        try:
-            self.peers.attempt(problem.know_torch)
-        except Failed as failure:
-            if not failure.everywhere:
-                raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
-            raise
         for method in methods:
             try:
                 if method.name in (*problem.OURS, *problem.ON_REQUEST):

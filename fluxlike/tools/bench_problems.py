@@ -17,7 +17,7 @@ from ..ops.all_reduce import ALGORITHMS
 from ..ops.context import SCHEDULES, Context
 from ..ops.gemm_rs import GemmRSContext
 from ..runtime import world
-from .bench_peers import Peers
+from .bench_peers import Failed, Lost, Peers
 from .bench_report import Report, Shape
 
 SAMPLE_ROWS, SAMPLE_COLUMNS = 256, 512
@@ -246,6 +246,18 @@ class Problem(ABC):
         if method in ("torch", "gemm"):
             return error, sane_error(self.dtype, ranks, k) * (TOLERANCE if few else 1.0)
         return error, allowed_error(math.inf if few else self.torch_error, self.dtype, ranks, k)
+
+
+def judged(kind: type[Problem], shape: Any, dtype: torch.dtype, device: torch.device, peers: Peers) -> Problem:
+    """A problem that knows torch's own error. Collective: Failed if it cannot be made, Lost if torch failed on some ranks only."""
+    problem: Problem = peers.attempt(lambda: kind(shape, dtype, device, peers))
+    try:
+        peers.attempt(problem.know_torch)
+    except Failed as failure:
+        if not failure.everywhere:
+            raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
+        raise
+    return problem
 
 
 class Kept:

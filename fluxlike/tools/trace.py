@@ -15,8 +15,8 @@ from ..ops import trace as tracing
 from ..runtime import world
 from ..runtime.errors import PeerTimeout
 from . import command, trace_events, trace_report
-from .bench_peers import Failed, Lost, Peers
-from .bench_problems import PROBLEMS, Problem
+from .bench_peers import Failed, Peers
+from .bench_problems import PROBLEMS, Problem, judged
 from .bench_report import Shape, environment
 
 #: Whose kernels write down their times: those of stream_k do not.
@@ -43,13 +43,7 @@ class Tracer:
         Failed if a result is wrong.
         """
         make, dtype = PROBLEMS[self.asked.op], getattr(torch, self.asked.dtype)
-        problem: Problem = self.peers.attempt(lambda: make(shape, dtype, self.device, self.peers))
-        try:
-            self.peers.attempt(problem.know_torch)
-        except Failed as failure:
-            if not failure.everywhere:
-                raise Lost(f"torch failed on some ranks only, and the others wait for them: {failure}") from failure
-            raise
+        problem = judged(make, shape, dtype, self.device, self.peers)
         context = self.peers.attempt(functools.partial(problem.context, self.asked.schedule))
         try:
             took = {"untraced": self.time(problem, context)}
