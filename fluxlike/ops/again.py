@@ -104,7 +104,7 @@ def remember(
 
 def find(
     kind: Any, kept_by: Hashable, ctx: Any, group: Any, control: ControlGroup, seen: Signature | None, x: torch.Tensor,
-    outs: Sequence[torch.Tensor] = (),
+    outs: Sequence[torch.Tensor],
 ) -> tuple[Any, Known, list[torch.Tensor]] | None:  # fmt: skip
     """The context of a call with a product, ``ctx`` or the one that is kept, what it knows of such calls, and `results`.
 

@@ -290,9 +290,7 @@ def blocks_of(sizes: Sequence[int], algo: str, dtype: torch.dtype, ranks: int) -
     return blocks if algo in ("one_shot", "trees") else cdiv(blocks, ranks)
 
 
-def queue(
-    ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool = False
-) -> _Plan:
+def queue(ctx: trees.TreeContext | ExchangeContext, pairs: list[Pair], algo: str, op: str, row: int, several: bool) -> _Plan:
     """The launch of a call that has begun, made and returned; ``row``: `blocks_of`."""
     plan = planned(ctx, pairs, algo, op, row, several)
     if plan.table is not None:

@@ -151,7 +151,7 @@ class NodesContext(Held):
         """Whether calls without a context use it as it is."""
         return self.fits({})
 
-    def is_together(self, m: int, full: int, whole: int | None = None) -> bool:
+    def is_together(self, m: int, full: int, whole: int | None) -> bool:
         """Whether a call of ``m`` rows, ``full`` in a full chunk, is made with one product of all rows, as `together` says.
 
         ``whole``: K (gemm_rs) or N (ag_gemm) of the node, where it is not the context's.
