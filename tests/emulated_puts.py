@@ -41,7 +41,7 @@ def _there(address: int, pe: int) -> int:
 def _put(to: int, source: int, nbytes: int, signal: int, more: int, pe: int) -> None:
     if nbytes:
         ctypes.memmove(_there(to, pe), source, nbytes)
-    shm.words(_there(signal, pe), 1, np.int64)[0] += more  # of which only this rank makes more
+    shm.word(_there(signal, pe), np.int64)[0] += more  # of which only this rank makes more
 
 
 class LatePuts:
@@ -85,7 +85,7 @@ class Executor(cpu.CpuExecutor):
 
     def post_to(self, pes: list[int], address: int, value: int) -> None:
         for pe in pes:
-            shm.words(_there(address, pe), 1, np.int64)[0] = value
+            shm.word(_there(address, pe), np.int64)[0] = value
 
 
 def install() -> None:

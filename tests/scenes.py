@@ -313,7 +313,7 @@ def scene(op: str, transport: str, kind: str) -> None:
 
     def late(address: int, value: int) -> None:
         until = time.monotonic() + RESET
-        while value == 0 and not shm.words(address, 1, np.int32)[0] and time.monotonic() < until:
+        while value == 0 and not shm.word(address)[0] and time.monotonic() < until:
             time.sleep(1e-3)
         write(address, value)
 

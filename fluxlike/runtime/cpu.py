@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import env, interpreter, shm
@@ -106,10 +105,10 @@ class CpuCopyEngine:
             pause = min(pause * 1.5, 1e-3)
 
     def _met(self, address: int, value: int) -> bool:
-        return bool(shm.words(address, 1, np.int32)[0] >= value)
+        return bool(shm.word(address)[0] >= value)
 
     def _write(self, address: int, value: int) -> None:
-        shm.words(address, 1, np.int32)[0] = value
+        shm.word(address)[0] = value
 
     def _copy(self, to: int, pitch_to: int, source: int, pitch_source: int, width: int, rows: int) -> None:
         for row in range(rows):
@@ -165,7 +164,7 @@ class CpuExecutor(Streamless):
 
     def write(self, address: int, value: int) -> None:
         """Set the 32-bit word at ``address``, behind all that was launched before."""
-        shm.words(address, 1, np.int32)[0] = value
+        shm.word(address)[0] = value
 
     def fill(self, table: torch.Tensor, words: list[int]) -> torch.Tensor:
         """Copy int64 words to the front of ``table``. Returns the memory that they come from."""
@@ -181,7 +180,7 @@ class CpuExecutor(Streamless):
     def post(self, addresses: list[int], value: int) -> None:
         """Set the 32-bit words at ``addresses`` on any rank, now."""
         for address in addresses:
-            shm.words(address, 1, np.int32)[0] = value
+            shm.word(address)[0] = value
 
     def synchronize(self) -> None:
         """Launches are synchronous."""

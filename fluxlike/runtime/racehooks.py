@@ -220,7 +220,7 @@ def _written(checker: Checker, plain: Callable[[int, int], None], address: int, 
     """A word of 32 bits is set, as the checker sees it."""
 
     def act() -> int:
-        before = int(shm.words(address, 1, np.int32)[0])
+        before = int(shm.word(address)[0])
         plain(address, value)
         return before
 

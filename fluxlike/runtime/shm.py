@@ -7,6 +7,7 @@ not have is not asked for: it says so here, and not with a SIGBUS inside a kerne
 said in `memfd`.
 """
 
+import ctypes
 import mmap
 import os
 
@@ -118,9 +119,7 @@ def _cannot_map(what: str, problem: Exception) -> RuntimeError:
     )
 
 
-def words(address: int, count: int, dtype: type[np.generic] = np.int64) -> np.ndarray:
-    """A live numpy view of ``count`` words at ``address`` of this process: for signals that the host reads or writes."""
-    import ctypes
-
-    size = np.dtype(dtype).itemsize * count
+def word(address: int, dtype: type[np.generic] = np.int32) -> np.ndarray:
+    """A live numpy view [1] of the word at ``address`` of this process: for signals that the host reads or writes."""
+    size = np.dtype(dtype).itemsize
     return np.frombuffer(memoryview((ctypes.c_char * size).from_address(address)), dtype=dtype)
