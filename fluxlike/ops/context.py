@@ -96,7 +96,7 @@ class Context(GroupContext):
         self.trace: Trace | None = None
         #: Of the schedule "sequential": memory for its exchanges; `scratch` lies between these and the products.
         self.exchange: ExchangeContext | None = None
-        self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}", self.watched)
+        self.made(f"{op}, {str(dtype).removeprefix('torch.')}, {schedule}")
         if self._exchanged and self.size > 1:
             self.exchange = sequential.memory(op, control, cdiv(self._exchanged, self.size))
             self.exchange.stats = self.stats

@@ -128,7 +128,7 @@ class ExchangeContext(EpochContext):
         slots, data = words * WORDS * 4 * kind.rows(control.size, "words"), bulk * BULK * kind.rows(control.size, "bulk")
         regions = {"slots": 2 * slots, "flags": flags * 8, "data": 2 * data}
         super().__init__(kind.name, control, regions)
-        self.made(kind.name, self.watched)
+        self.made(kind.name)
 
     def take(self) -> None:
         super().take()

@@ -138,12 +138,9 @@ class GroupContext(Held):
         start = self.offsets[name]
         return self.block.local[start : start + self._sizes[name]].view(dtype)
 
-    def made(self, kind: str, watched: Sequence[str]) -> None:
-        """The end of the making: all ranks are here, and calls may begin. Collective.
-
-        ``kind``: of context, for messages. ``watched``: those of `watched` that are there by now.
-        """
-        for name in watched:
+    def made(self, kind: str) -> None:
+        """The end of the making: all ranks are here, and calls may begin. Collective. ``kind``: of context, for messages."""
+        for name in self.watched:
             racecheck.watch(f"{self.op}.{name}", getattr(self, name))
         self.world.executor.synchronize()
         self._calls = 0

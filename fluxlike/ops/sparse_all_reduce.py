@@ -98,7 +98,7 @@ class SparseAllReduceContext(EpochContext):
         kind = Kind(NAME, gather=True)
         self.ids = ExchangeContext(kind, control, 1, cdiv(min(nbytes, kind.most(ranks, "bulk")), exchange.BULK))
         self.inner.append(self.ids)
-        self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}", self.watched)
+        self.made(f"{NAME}, {width} columns, {str(dtype).removeprefix('torch.')}")
 
     def take(self) -> None:
         super().take()

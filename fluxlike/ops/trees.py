@@ -42,7 +42,7 @@ class TreeContext(EpochContext):
         regions = {"flags": (self.most + 1) * blocks * 8, "data": (2 * self.most + 1) * blocks * BULK}
         self._words = [self._steps(plan, control.rank) for plan in tables]
         super().__init__("all_reduce", control, regions)
-        self.made("all_reduce over trees", self.watched)
+        self.made("all_reduce over trees")
 
     def take(self) -> None:
         super().take()
