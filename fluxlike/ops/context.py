@@ -17,7 +17,7 @@ from ..runtime.control import ControlGroup
 from ..runtime.launches import Lanes
 from . import choice, cost, fused, keeping, sequential, tiling, tuned
 from .exchange import ExchangeContext
-from .group import Begun, Compiled, GroupContext, Prepared, Told, told
+from .group import Begun, GroupContext, HowCompiled, Prepared, Told, told
 from .trace import Trace
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -147,7 +147,7 @@ class Context(GroupContext):
         self.use(self._used)
 
     def prepare(
-        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled, varying: tuple[int, ...]
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: HowCompiled, varying: tuple[int, ...]
     ) -> Prepared:
         """As `GroupContext.prepare`; a traced launch first sees to where its kernel writes."""
         launch = super().prepare(kernel, programs, args, constants, tile, varying)

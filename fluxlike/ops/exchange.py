@@ -66,7 +66,7 @@ class Parts(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """See `group.Compiled`."""
+    """A `group.HowCompiled` of exchanges."""
 
     warps: int
     stages: int = 1

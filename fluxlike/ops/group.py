@@ -48,7 +48,7 @@ def told(path: str, **sizes: Any) -> Told:
     return Told(path, ", ".join([f"{name}={value}" for name, value in sizes.items()]))
 
 
-class Compiled(Protocol):
+class HowCompiled(Protocol):
     """How a kernel is compiled, as a `tiling.Tiling` says it among other things."""
 
     @property
@@ -233,7 +233,7 @@ class GroupContext(Held):
             self.world.executor.multiply(a, w, out, bias)
             self.stats["products"] += 1
 
-    def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled) -> None:
+    def launch(self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: HowCompiled) -> None:
         """One persistent launch, of a kernel that is launched now and then; `prepare` is for calls that come again.
 
         RuntimeError outside of a call: its peers would not know of it, and nothing would order it behind the one before.
@@ -244,7 +244,7 @@ class GroupContext(Held):
         self.world.executor.launch(kernel, programs, args, constants, tile.warps, tile.stages)
 
     def prepare(
-        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: Compiled, varying: tuple[int, ...]
+        self, kernel: Any, programs: int, args: Sequence[Any], constants: dict, tile: HowCompiled, varying: tuple[int, ...]
     ) -> Prepared:
         """A persistent launch, to be made with the tensors of each call at the positions ``varying`` of ``args``."""
         run = self.world.executor.prepare(kernel, programs, args, constants, tile.warps, tile.stages, varying)

@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from ..kernels.tiles import cdiv, chunk_rows, rows_of
 from ..runtime.control import ControlGroup
-from . import again, keeping, validate
+from . import again, keeping, tiling, validate
 from .messages import filled
 from .nodes_context import NodesContext
 
@@ -264,4 +264,4 @@ def _kept(op: str, control: ControlGroup, dtype: torch.dtype, sizes: dict[str, i
         keeping.alike(op, control, sizes, dtype)
         keeping.as_many(op, control)
 
-    return keeping.kept((op, control.name, dtype), control, sizes, make, 1 << 30, agree)
+    return keeping.kept((op, control.name, dtype), control, sizes, make, tiling.MAX_SIZE, agree)

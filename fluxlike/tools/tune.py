@@ -32,7 +32,7 @@ from ..runtime.wording import counted
 from . import command, once
 from .bench import Bench, Budget, Method
 from .bench_peers import Failed, Peers
-from .bench_problems import PROBLEMS, Problem
+from .bench_problems import PROBLEMS, Problem, judged
 from .bench_records import check, record_in, recorded, told
 from .bench_report import Row, Shape, Voice, nodes_of, sharing_of
 
@@ -65,8 +65,7 @@ class Tuner:
     def shape(self, shape: Shape) -> tuple[choice.Problem, list[Trial]]:
         """What is measured of one shape, the choice without a table first. Failed if no operands or context can be made."""
         bench, peers = self.bench, self.peers
-        problem: Problem = peers.attempt(lambda: PROBLEMS[self.asked.op](shape, bench.dtype, bench.device, peers))
-        peers.attempt(problem.know_torch)
+        problem = judged(PROBLEMS[self.asked.op], shape, bench.dtype, bench.device, peers)
         self._renew(problem)
         asked = self.context.problem(*shape)
         usual = choice.choose(asked, "auto", {})
