@@ -20,7 +20,7 @@ WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "m
 WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
 WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")
 WITHOUT_TORCHRUN += ("security", "slow", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks", "tune_tool", "turns")
-WITHOUT_TORCHRUN += ("waits",)
+WITHOUT_TORCHRUN += ("validate", "waits")
 
 try:
     from hypothesis import settings

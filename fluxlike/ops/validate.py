@@ -113,7 +113,7 @@ def in_rows_or_columns(op: str, weight: torch.Tensor) -> None:
 
 
 def is_in_rows_or_columns(weight: torch.Tensor) -> bool:
-    return tiling.is_row_major(weight) or weight.stride(0) == 1 or weight.shape[0] <= 1 or not weight.numel()
+    return tiling.is_row_major(weight) or weight.stride(0) == 1 or weight.shape[0] <= 1
 
 
 def whole(op: str, name: str, size: Any, here: int) -> None:
@@ -377,7 +377,7 @@ def overlaps(dense: torch.Tensor, t: torch.Tensor) -> bool:
         return False
     rows = t[None] if t.dim() == 1 else tiling.stored(t)[0]
     step = rows.stride(0) * t.element_size() if rows.shape[0] > 1 else 0
-    width = ((rows.shape[1] - 1) * rows.stride(1) + 1) * t.element_size()
+    width = rows.shape[1] * t.element_size()
     start = dense.data_ptr() - t.data_ptr()
     end = start + dense.numel() * dense.element_size()
     # the first row that ends behind the start of the dense one
