@@ -15,7 +15,7 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "direct", "docs", "doctor", "env", "init", "interpreter")
+WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "cost", "direct", "docs", "doctor", "env", "init", "interpreter")
 WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_faults")
 WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
 WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fluxlike.ops import tiling, validate
+from fluxlike.runtime import world
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -80,6 +82,31 @@ def test_sizes_up_to_their_limits():
     for m, n, says in ((9, 4, "M=9 is more than the context's max_m=8"), (8, 5, "N=5 is more than the context's n=4")):
         with pytest.raises(ValueError, match=says):
             validate.call("gemm_rs", ctx, None, x, {"M": (m, 8, "max_m"), "N": (n, 4, "n")})
+
+
+def test_operands_of_a_call(monkeypatch):
+    """Each is looked at, and the rows of all ranks together: those of one alone may be few enough."""
+    monkeypatch.setattr(world, "current", lambda: SimpleNamespace(device=CPU))
+    x, w, b = torch.zeros(3, 8), torch.zeros(4, 8), torch.zeros(4)
+    for size, rank, m in ((1, 0, 3), (4, 0, 12), (4, 3, 12), (4, 3, None), (4, 0, 10), (2, 1, 7)):
+        assert validate.gathered_operands(x, w, b, m, SimpleNamespace(size=size, rank=rank)) == ([w], [b], m or 12)
+    for size, rank, m in ((1, 0, 2), (1, 0, 4), (4, 3, 11), (4, 0, 13), (2, 1, 8), (2, 1, 5)):
+        with pytest.raises(ValueError, match=f"this rank holds 3 of m={m} rows, and torch.chunk gives rank {rank} of {size} "):
+            validate.gathered_operands(x, w, b, m, SimpleNamespace(size=size, rank=rank))
+    many = x[:1].expand(1 << 29, 8)
+    with pytest.raises(ValueError, match=f"ag_gemm: M={1 << 31} is more than"):
+        validate.gathered_operands(many, w, b, None, SimpleNamespace(size=4, rank=0))
+    most = x[:1, :1].expand(tiling.MAX_SIZE + 1, 1)
+    for name, operands in (("M", (most, w[:, :1])), ("N", (x[:, :1], most))):
+        with pytest.raises(ValueError, match=f"gemm_rs: {name}={tiling.MAX_SIZE + 1} is more"):
+            validate.operands("gemm_rs", *operands, None)
+    with pytest.raises(ValueError, match="x has strides"):
+        validate.operands("gemm_rs", torch.zeros(8, 3).T, w, b)
+    with forward_ad.dual_level():
+        for i, name in enumerate(("x", "weight", "bias")):
+            given = [forward_ad.make_dual(t, torch.ones_like(t)) if i == j else t for j, t in enumerate((x, w, b))]
+            with pytest.raises(ValueError, match=f"gemm_rs: {name} has a tangent"):
+                validate.operands("gemm_rs", *given)
 
 
 def test_addresses():
