@@ -15,12 +15,12 @@ import torch
 
 #: Files that need no ranks, or make their own, or a CPU: under torchrun every rank would run the same, so they belong to the other
 #: layer.
-WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "cost", "direct", "docs", "doctor", "env", "init", "interpreter")
-WITHOUT_TORCHRUN += ("interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes", "nodes_faults")
-WITHOUT_TORCHRUN += ("nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck", "racecheck_host")
-WITHOUT_TORCHRUN += ("racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case", "scripts")
-WITHOUT_TORCHRUN += ("security", "slow", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks", "tune_tool", "turns")
-WITHOUT_TORCHRUN += ("validate", "waits")
+WITHOUT_TORCHRUN = ("alone", "bench", "choice", "copy_engine", "cost", "direct", "docs", "doctor", "env", "exchange", "init")
+WITHOUT_TORCHRUN += ("interpreter", "interpreter_language", "links", "lint", "lint_signals", "model", "mutations", "nodes")
+WITHOUT_TORCHRUN += ("nodes_faults", "nodes_network", "offsets", "performance_tables", "ptx", "public_api", "racecheck")
+WITHOUT_TORCHRUN += ("racecheck_host", "racecheck_memory", "racecheck_tables", "racecheck_waits", "runfile", "sanitizer_case")
+WITHOUT_TORCHRUN += ("scripts", "security", "slow", "soak", "tiles", "topology", "topology_detect", "tune", "tune_ranks")
+WITHOUT_TORCHRUN += ("tune_tool", "turns", "validate", "waits")
 
 try:
     from hypothesis import settings
