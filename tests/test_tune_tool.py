@@ -186,8 +186,30 @@ def test_the_tool_s_choices_take_turns(monkeypatch):
     monkeypatch.setattr(peers, "attempt", lambda action: action() if action else None)
     monkeypatch.setattr(tuning, "shortlist", lambda problem, most: made)
     _, trials = tuner.shape(bench_shape(8192, 8192, 8192))
+    expected = [choice.predict(on_h200("gemm_rs", 8192, 8192, 8192), trial.choice) * 1e6 for trial in trials]
+    assert [trial.predicted_us for trial in trials] == expected and len(set(expected)) > 1
     names = [str(trial.choice) for trial in trials]
     assert timed == [name for turn in range(4) for name in tuning.in_turn(names, turn)] and timed[0] != timed[len(names)]
+
+
+@pytest.mark.parametrize(("first", "usual_us"), (("ok", 3000.0), ("WRONG", None)))
+def test_what_is_kept_of_a_shape(first, usual_us, tmp_path, monkeypatch):
+    """The best choice with its time, and beside it the time of the one without a table, if that one was right."""
+    pytest.importorskip("rich")
+    from fluxlike.tools import tune
+
+    problem, out = on_h200("gemm_rs", 8192, 8192, 8192), tmp_path / "table.json"
+    rows = [tune.Row("a", rounds_ms=[3.0]), tune.Row("b", rounds_ms=[2.0]), tune.Row("c", rounds_ms=[1.25])]
+    if first != "ok":
+        rows[0] = tune.Row("a", status=first)
+    trials = [tune.Trial(made, 7.5, row) for made, row in zip(choice.candidates(problem), rows, strict=False)]
+    asked = tune.parse(["gemm_rs", "--shapes", "8192x8192x8192", "--out", str(out)], cuda=True)
+    tuner = tune.Tuner(asked, SimpleNamespace(rank=0, size=4), torch.device("cpu"))
+    monkeypatch.setattr(tune.world, "current", lambda: SimpleNamespace(executor=None))
+    monkeypatch.setattr(tuned, "machine_of", lambda executor: H200)
+    assert tuner._keep(problem, trials) == f"written to {out}"
+    (kept,) = json.loads(out.read_text())["entries"]
+    assert kept["choice"] == trials[2].choice.as_json() and (kept["us"], kept["usual_us"]) == (1250.0, usual_us)
 
 
 def bench_shape(m, n, k):
