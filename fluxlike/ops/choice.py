@@ -261,7 +261,7 @@ def usuals(problem: Problem) -> list[Choice]:
 def for_columns(problem: Problem, made: Choice, columns: int) -> Tiling:
     """ag_gemm: the tile of a rank whose weights are ``columns`` wide, as high as that of the choice, on which the ranks agree."""
     tile = made.tile
-    if columns == problem.columns and fits_columns(tile, columns):
+    if columns == problem.columns:
         return tile
     rule = _tile(problem, made.transport, made.pushers, columns)
     same = [t for t in tiles(problem.capability, problem.dtype) if t.bm == tile.bm and fits_columns(t, columns)]
