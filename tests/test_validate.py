@@ -109,6 +109,16 @@ def test_operands_of_a_call(monkeypatch):
                 validate.operands("gemm_rs", *given)
 
 
+def test_a_context_of_another_operation():
+    """Of a class that several operations have, as those of groups on several nodes."""
+    of_nodes = type("NodesContext", (), {"op": "ag_gemm"})
+    validate.context("ag_gemm", of_nodes(), of_nodes)
+    validate.context("gemm_rs", None, of_nodes)
+    for ctx, found in ((of_nodes(), "ag_gemm"), (SimpleNamespace(op="gemm_rs"), "gemm_rs"), (3, "int")):
+        with pytest.raises(ValueError, match=f"gemm_rs: ctx is of '{found}', it must come from fluxlike.create_gemm_rs_context"):
+            validate.context("gemm_rs", ctx, of_nodes)
+
+
 def test_addresses():
     """Elements lie at multiples of their size, of every dtype that kernels read as such; others are moved as bytes."""
     room = bytearray(64)
