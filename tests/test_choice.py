@@ -128,6 +128,9 @@ def test_what_cannot_be_is_refused():
     for name, size, possible in sizes:
         assert (choice.why_not(replace(problem, **{name: size}), good) is None) == possible, (name, size)
     assert good.tile.bn == 256
+    for op, possible in (("gemm_rs", True), ("ag_gemm", False)):  # three rows of tiles, of which half is one and a half
+        halves = Choice("copy_engine", good.tile, subs=2)
+        assert (choice.why_not(on_h200(op, 4 * 384, 49152, 12288), halves) is None) == possible, op
 
 
 def test_what_a_table_holds_for_torch_is_of_calls_alone():
