@@ -1,7 +1,7 @@
 """Which slow tests a run has: with FLUXLIKE_TEST_SLOW=n of each n one, of n commits in a row each time another.
 
 Slow tests take more than half of a whole run, and nearly each is one of many alike: a mutant, a kernel for one more GPU, another
-number of ranks. So .ci/run has a fifth of them (n = 5), and all that are about a file which the last `RECENT` commits changed: what
+number of ranks. So .ci/run has a sixth of them (n = 6), and all that are about a file which the last `RECENT` commits changed: what
 the mark names by patterns, as `slow("fluxlike/tools/lint/*.py")`, or else the test's own. One of `slow(ALWAYS)` always runs.
 """
 
