@@ -296,7 +296,7 @@ def test_what_has_begun_ends_when_its_limit_is_over():
     assert first.ok, str(first)
     said, *took = first.value
     assert "a meeting: not every rank of [0, 1] came within 2.5 s; " in said, said
-    assert all(2.4 < seconds < 6 for seconds in took), took
+    assert all(2.4 < seconds < 20 for seconds in took), took
 
 
 def goes_on_later(group, how):
