@@ -2,7 +2,9 @@
 
 Slow tests take more than half of a whole run, and nearly each is one of many alike: a mutant, a kernel for one more GPU, another
 number of ranks. So .ci/run has a sixth of them (n = 6), and all that are about a file which the last `RECENT` commits changed: what
-the mark names by patterns, as `slow("fluxlike/tools/lint/*.py")`, or else the test's own. One of `slow(ALWAYS)` always runs.
+the mark names by patterns, as `slow("fluxlike/tools/lint/*.py")`, or else the test's own. Where these are more than `MOST`, as
+behind a change to what all kernels need, about so many of them, or a sixth: who changes that runs all. One of `slow(ALWAYS)` always
+runs.
 """
 
 import fnmatch
@@ -17,6 +19,8 @@ import pytest
 from ranks import ROOT
 
 RECENT = 20
+#: In one pytest.
+MOST = 150
 #: Whatever was changed.
 ALWAYS = "*"
 
@@ -48,10 +52,13 @@ def history() -> tuple[int, tuple[str, ...]] | None:
         return None
 
 
-def is_due(name: str, files: Collection[str], n: int, commits: int, changed: Sequence[str]) -> bool:
-    """Whether the test called so, which is about ``files``, runs behind so many commits, the last of which ``changed`` these."""
-    turn = (zlib.crc32(name.encode()) + commits) % n == 0
-    return turn or any(pattern == ALWAYS or fnmatch.filter(changed, pattern) for pattern in files)
+def is_due(name: str, n: int, commits: int) -> bool:
+    """Whether it is the turn of the test called so, of each n, behind so many commits."""
+    return (zlib.crc32(name.encode()) + commits) % n == 0
+
+
+def is_about(files: Collection[str], changed: Sequence[str]) -> bool:
+    return any(fnmatch.filter(changed, pattern) for pattern in files)
 
 
 def others(items: Sequence[pytest.Item]) -> set[pytest.Item]:
@@ -60,10 +67,13 @@ def others(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     known = history() if n > 1 else None
     if known is None:
         return set()
-    found = set()
+    commits, changed = known
+    asked: dict[pytest.Item, list[str]] = {}
     for item in items:
         marks = list(item.iter_markers("slow"))
         files = [name for mark in marks for name in mark.args] or [os.path.relpath(item.path, ROOT)]
-        if marks and not is_due(item.nodeid, files, n, *known):
-            found.add(item)
-    return found
+        if marks and ALWAYS not in files:
+            asked[item] = files
+    about = {item for item, files in asked.items() if is_about(files, changed)}
+    few = min(n, max(1, -(-len(about) // MOST)))
+    return {item for item in asked if not is_due(item.nodeid, few if item in about else n, commits)}

@@ -10,23 +10,22 @@ from ranks import ROOT
 NAMES = [f"tests/test_x.py::test_y[{i}]" for i in range(300)]
 
 
-def due(commits, files=("tests/test_x.py",), n=3, changed=()):
-    return {name for name in NAMES if slow.is_due(name, files, n, commits, changed)}
+def due(commits, n=3):
+    return {name for name in NAMES if slow.is_due(name, n, commits)}
 
 
 def test_of_n_commits_each_has_other_tests():
     lots = [due(commits) for commits in (5, 6, 7)]
     assert set.union(*lots) == set(NAMES) and sum(map(len, lots)) == len(NAMES)
     assert all(70 < len(lot) < 130 for lot in lots)
-    assert due(8) == lots[0]
+    assert due(8) == lots[0] and due(5, 1) == set(NAMES)
 
 
-def test_what_changes_are_about_runs():
+def test_what_a_change_is_about():
     changed = ("README.md", "fluxlike/kernels/sync.py")
-    assert due(5, changed=changed) != set(NAMES)
-    for files in (("fluxlike/kernels/sync.py",), ("tests/none.py", "fluxlike/*.py"), (slow.ALWAYS,)):
-        assert due(5, files, changed=changed) == set(NAMES)
-    assert due(5, (slow.ALWAYS,)) == set(NAMES), "even where nothing was changed"
+    for files in (("fluxlike/kernels/sync.py",), ("tests/none.py", "fluxlike/*.py")):
+        assert slow.is_about(files, changed)
+    assert not slow.is_about(("tests/test_x.py",), changed)
 
 
 class Item(SimpleNamespace):
@@ -54,6 +53,11 @@ def test_a_run_leaves_out_slow_ones_alone(monkeypatch):
     assert left == {one.nodeid for one in some} - due(5) and 50 < len(left) < 80
     monkeypatch.setattr(slow, "history", lambda: (5, ("tests/test_x.py",)))
     assert not slow.others(some), "the file of the test itself"
+    monkeypatch.setattr(slow, "MOST", 50)
+    half = {one.nodeid for one in slow.others(some + always)}
+    assert half == {one.nodeid for one in some} - due(5, 2) and 30 < len(half) < 70, "each second of twice as many"
+    monkeypatch.setattr(slow, "MOST", 1)
+    assert {one.nodeid for one in slow.others(some + always)} == left, "of ever so many no fewer than else"
     monkeypatch.setattr(slow, "history", lambda: None)
     assert not slow.others(some), "nobody knows what was changed"
 
