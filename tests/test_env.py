@@ -65,4 +65,4 @@ def test_only_what_is_in_the_table_can_be_put(monkeypatch):
     env.put("FLUXLIKE_PUTS", "device")
     assert env.puts() == "device"
     with pytest.raises(KeyError):
-        env.put("FLUXLIKE_PUT", "device")
+        env.put("FLUXLIKE_PUTS"[:-1], "device")
